@@ -1,0 +1,3 @@
+module rblk
+
+go 1.26.0
