@@ -185,8 +185,8 @@ type Event struct {
 	Info   *ExportInfo `json:"info,omitempty"`
 }
 
-// Status answers GET /v1/status (`rblkd status`).
-type Status struct {
+// TargetStatus answers GET /v1/status (`rblkd status`).
+type TargetStatus struct {
 	Version  string          `json:"version"`
 	Daemon   string          `json:"daemon"`
 	UptimeS  int64           `json:"uptime_seconds"`
@@ -197,7 +197,7 @@ type Status struct {
 	Frames   FramesStatus    `json:"frames"`
 }
 
-// SessionStatus is one session in Status.
+// SessionStatus is one session in TargetStatus.
 type SessionStatus struct {
 	Session     string `json:"session"`
 	Export      string `json:"export"`
