@@ -72,11 +72,3 @@ func parseHeader(b []byte) (header, error) {
 	}
 	return h, nil
 }
-
-// payload is how many bytes follow the header.
-func (h *header) payload() int {
-	if h.typ == frameWrite || h.typ == frameSend || h.typ == frameReadResp {
-		return int(h.length)
-	}
-	return 0
-}
