@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"runtime"
 	"syscall"
 	"time"
 	"unsafe"
@@ -161,6 +162,10 @@ func (in *incoming) step(block bool) bool {
 		}
 		if produced && c.manual {
 			return true
+		}
+		if produced {
+			// The waiter first: it has work, this goroutine only expects some.
+			runtime.Gosched()
 		}
 		before = c.tail()
 		if err := in.read(block); err != nil {
