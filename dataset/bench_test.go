@@ -34,7 +34,7 @@ func benchTree(b testing.TB, files int) *Tree {
 	b.Helper()
 	root := walked(files)
 	bl := newBuilder(&Tree{Manifest: &Manifest{layout: "x"}})
-	if err := bl.dir(context.Background(), bl.node(root), "", root.dir, Root); err != nil {
+	if err := bl.root(context.Background(), root); err != nil {
 		b.Fatal(err)
 	}
 	return bl.tree(1)
@@ -117,7 +117,7 @@ func BenchmarkRelayout(b *testing.B) {
 			root := walked(files)
 			b.StartTimer()
 			bl := newBuilder(prev)
-			if err := bl.dir(context.Background(), bl.node(root), "", root.dir, Root); err != nil {
+			if err := bl.root(context.Background(), root); err != nil {
 				b.Fatal(err)
 			}
 			if !bl.tree(2).Manifest.same(prev.Manifest) {

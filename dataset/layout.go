@@ -107,7 +107,7 @@ func scan(ctx context.Context, dir string, opts ScanOptions, prev *Tree) (*Tree,
 		return nil, err
 	}
 	b := newBuilder(prev)
-	if err := b.dir(ctx, b.node(&root), "", root.dir, Root); err != nil {
+	if err := b.root(ctx, &root); err != nil {
 		return nil, fmt.Errorf("dataset: %s: %w", dir, err)
 	}
 	t := b.tree(prev.Manifest.generation + 1)
@@ -178,13 +178,33 @@ func heap[T string | []byte](h *[]byte, s T) (span, error) {
 	return span{uint32(off), uint32(len(s))}, nil
 }
 
-// node makes a node of what was found; files are placed later.
-func (b *builder) node(e *found) NodeID {
-	b.m.nodes = append(b.m.nodes, node{
+// root lays out a whole tree.
+func (b *builder) root(ctx context.Context, e *found) error {
+	n, err := b.node(e)
+	if err != nil {
+		return err
+	}
+	return b.dir(ctx, n, "", e.dir, n)
+}
+
+// node makes a node of what was found; files are placed later. A link from
+// outside the tree, or left out, does not count here.
+func (b *builder) node(e *found) (NodeID, error) {
+	n := node{
 		size: uint64(e.id.Size), blocks: e.blocks, mtimeSec: e.id.MtimeSec, mtimeNsec: uint32(e.id.MtimeNsec),
-		mode: e.mode, nlink: e.nlink, uid: e.uid, gid: e.gid,
-	})
-	return NodeID(len(b.m.nodes) - 1)
+		mode: e.mode, nlink: 1, uid: e.uid, gid: e.gid,
+	}
+	if e.extra != nil {
+		var err error
+		if n.xattr, err = heap(&b.m.xattrs, e.extra.xattr); err != nil {
+			return 0, err
+		}
+		if n.list, err = heap(&b.links, e.extra.link); err != nil {
+			return 0, err
+		}
+	}
+	b.m.nodes = append(b.m.nodes, n)
+	return NodeID(len(b.m.nodes) - 1), nil
 }
 
 // dir fills directory n with d's names, and goes on below.
@@ -232,26 +252,14 @@ func (b *builder) child(e *found, path string) (NodeID, error) {
 			return n, nil
 		}
 	}
-	n := b.node(e)
-	var err error
-	if e.extra != nil {
-		if b.m.nodes[n].xattr, err = heap(&b.m.xattrs, e.extra.xattr); err != nil {
-			return 0, err
-		}
+	n, err := b.node(e)
+	if err != nil || !file {
+		return n, err
 	}
-	switch {
-	case file:
-		// Links from outside the tree, or left out, do not count here.
-		b.m.nodes[n].nlink = 1
-		if e.nlink > 1 {
-			b.linked[e.id.inode()] = n
-		}
-		err = b.place(n, path+e.name, e.id)
-	case e.is(unix.S_IFLNK):
-		b.m.nodes[n].nlink = 1
-		b.m.nodes[n].list, err = heap(&b.links, e.extra.link)
+	if e.nlink > 1 {
+		b.linked[e.id.inode()] = n
 	}
-	return n, err
+	return n, b.place(n, path+e.name, e.id)
 }
 
 // place gives a file its range: the one it had, when it is unchanged, or a new

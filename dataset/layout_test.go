@@ -116,7 +116,7 @@ func TestBoundInTwoPlaces(t *testing.T) {
 			root.dir.names = append(root.dir.names, file(n))
 		}
 		b := newBuilder(prev)
-		if err := b.dir(context.Background(), b.node(root), "", root.dir, Root); err != nil {
+		if err := b.root(context.Background(), root); err != nil {
 			t.Fatal(err)
 		}
 		tr := b.tree(prev.Manifest.Generation() + 1)
@@ -142,7 +142,7 @@ func TestVolumeLimit(t *testing.T) {
 		})
 	}
 	b := newBuilder(&Tree{Manifest: &Manifest{layout: "x"}})
-	if err := b.dir(context.Background(), b.node(root), "", root.dir, Root); !errors.Is(err, ErrTooLarge) {
+	if err := b.root(context.Background(), root); !errors.Is(err, ErrTooLarge) {
 		t.Errorf("%v, want %v", err, ErrTooLarge)
 	}
 }
