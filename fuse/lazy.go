@@ -62,14 +62,20 @@ func (t *lazyTree) attr(n uint32, out *gofuse.Attr) bool {
 	return n == rootIndex
 }
 
+// Made-up attributes are not for keeping.
 func (t *lazyTree) attrLifetime() time.Duration {
-	if t.peek() != nil {
-		return forever
+	if in := t.peek(); in != nil {
+		return in.attrLifetime()
 	}
 	return 0
 }
 
-func (t *lazyTree) entryLifetime() time.Duration { return forever }
+func (t *lazyTree) entryLifetime() time.Duration {
+	if in := t.peek(); in != nil {
+		return in.entryLifetime()
+	}
+	return 0
+}
 
 func (t *lazyTree) lookup(ctx context.Context, dir uint32, name string) (ref, error) {
 	in, err := t.use(ctx)

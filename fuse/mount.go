@@ -108,7 +108,7 @@ func (m *Mount) start(o Options, xattrs bool) error {
 
 // protocolOptions is what to agree on with the kernel.
 func protocolOptions(noOpen, xattrs bool, log *slog.Logger) *gofuse.MountOptions {
-	extra := uint64(gofuse.CAP_ASYNC_DIO | gofuse.CAP_DIRECT_IO_ALLOW_MMAP | gofuse.CAP_HANDLE_KILLPRIV_V2)
+	extra := uint64(gofuse.CAP_ASYNC_DIO | gofuse.CAP_ATOMIC_O_TRUNC | gofuse.CAP_DIRECT_IO_ALLOW_MMAP | gofuse.CAP_HANDLE_KILLPRIV_V2)
 	if noOpen {
 		extra |= gofuse.CAP_NO_OPENDIR_SUPPORT
 	}
@@ -266,9 +266,10 @@ func (m *Mount) sync(ctx context.Context) {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		if d, err := os.Open(m.dir); err == nil {
-			unix.Syncfs(int(d.Fd()))
-			d.Close()
+		// Not os.Open: that polls, and must not wait for ourselves.
+		if fd, err := unix.Open(m.dir, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0); err == nil {
+			unix.Syncfs(fd)
+			unix.Close(fd)
 		}
 	}()
 	select {

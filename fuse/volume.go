@@ -38,9 +38,12 @@ func newVolumeTree(name string, v *cache.Volume, direct bool, p *planted) *volum
 	return t
 }
 
-// Size changes are notified, so nothing here expires.
-func (t *volumeTree) attrLifetime() time.Duration  { return forever }
-func (t *volumeTree) entryLifetime() time.Duration { return forever }
+// volumeLifetime is short although changes of size are notified: it is what
+// lets a stat(2) notice that the daemon is gone.
+const volumeLifetime = time.Second
+
+func (t *volumeTree) attrLifetime() time.Duration  { return volumeLifetime }
+func (t *volumeTree) entryLifetime() time.Duration { return volumeLifetime }
 
 func (t *volumeTree) attr(n uint32, out *gofuse.Attr) bool {
 	g := t.volume.Geometry()
@@ -96,6 +99,7 @@ func (t *volumeTree) open(_ context.Context, n uint32, flags uint32) (uint32, er
 	if flags&syscall.O_ACCMODE != syscall.O_RDONLY && t.volume.Geometry().ReadOnly {
 		return 0, syscall.EROFS
 	}
+	// O_TRUNC is taken as a disk takes it: not at all.
 	// Without KEEP_CACHE an open drops the kernel's pages: what is read is at
 	// least as fresh as the open.
 	open := uint32(gofuse.FOPEN_NOFLUSH | gofuse.FOPEN_PARALLEL_DIRECT_WRITES)
