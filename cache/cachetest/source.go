@@ -64,6 +64,7 @@ type Source struct {
 	held     bool
 	closed   bool
 	pending  []*pending // in order of submission
+	ending   int        // Ops that have left pending and are being Done
 	linkFree [volume.NumLanes]time.Time
 	arenas   []*arena
 	count    Counters
@@ -436,18 +437,19 @@ func (s *Source) complete(p *pending) []*pending {
 			s.apply(p, true)
 		}
 	}
-	s.mu.Unlock()
-	p.finish() // before the Op leaves the list: Close waits for the list
-
-	s.mu.Lock()
-	defer s.mu.Unlock()
 	s.pending = slices.DeleteFunc(s.pending, func(q *pending) bool { return q == p })
 	s.count.InFlight--
 	s.count.InFlightBytes -= int64(len(p.op.Mem))
+	s.ending++
+	s.mu.Unlock()
+	p.finish() // the Op and its memory are the submitter's again
+
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	for _, q := range p.after {
 		q.deps--
 	}
-	if len(s.pending) == 0 {
+	if s.ending--; s.ending == 0 && len(s.pending) == 0 {
 		s.idle.Broadcast()
 	}
 	return s.startable()
@@ -537,7 +539,7 @@ func (s *Source) Close() error {
 		now = append(now[1:], s.complete(p)...)
 	}
 	s.mu.Lock()
-	for len(s.pending) > 0 {
+	for len(s.pending) > 0 || s.ending > 0 {
 		s.idle.Wait()
 	}
 	arenas := slices.Clone(s.arenas)
