@@ -66,10 +66,10 @@ func (d device) writev(iov ...[]byte) error {
 	}
 }
 
-// notify sends an unsolicited message: code is a negative gofuse.NOTIFY_*
-// constant, parts the body that belongs to it.
+// notify sends an unsolicited message: code is a gofuse.NOTIFY_* constant, parts
+// the body that belongs to it. On the wire the code is positive.
 func (d device) notify(code int32, parts ...[]byte) error {
-	h := gofuse.OutHeader{Length: uint32(sizeOutHeader), Status: code}
+	h := gofuse.OutHeader{Length: uint32(sizeOutHeader), Status: -code}
 	iov := make([][]byte, 1, 1+len(parts))
 	for _, p := range parts {
 		h.Length += uint32(len(p))

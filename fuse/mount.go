@@ -184,7 +184,6 @@ func (m *Mount) finish() {
 	<-m.srv.done
 	m.notes.close()
 	m.srv.dev.close() // whatever the kernel still waits for fails now
-	m.srv.pokes.Wait()
 	m.mu.Lock()
 	m.ended = true
 	lives := slices.Clone(m.lives)
@@ -290,13 +289,16 @@ func (m *Mount) abort(ctx context.Context) error {
 		m.log.Warn("the mount could not be taken out", "err", err)
 	}
 	m.srv.cancelAll()
-	if err := m.srv.stop(ctx, func() {
+	pokes, err := m.srv.stop(ctx, func() {
 		var st unix.Statfs_t
 		unix.Fstatfs(top, &st)
-	}); err != nil {
+	})
+	if err != nil {
 		return err
 	}
-	return m.wait(ctx)
+	err = m.wait(ctx)
+	pokes.Wait() // the device is closed
+	return err
 }
 
 // hold opens the mount's top directory without asking our own server anything.

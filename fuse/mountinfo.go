@@ -24,6 +24,7 @@ type Info struct {
 	Dir    string // the mount point
 	Type   string
 	Source string
+	UID    int // who mounted a FUSE filesystem; 0 for others
 }
 
 // FindMount is the mount that a path leads to if it is a mount point: the
@@ -78,10 +79,18 @@ func parseMount(line string) (Info, error) {
 	if err != nil {
 		return Info{}, err
 	}
-	return Info{
+	info := Info{
 		ID: id, Device: head[2], Dir: unescape(head[4]),
 		Type: tail[0], Source: unescape(tail[1]),
-	}, nil
+	}
+	for _, opt := range strings.Split(tail[len(tail)-1], ",") {
+		if uid, ok := strings.CutPrefix(opt, "user_id="); ok {
+			if info.UID, err = strconv.Atoi(uid); err != nil {
+				return Info{}, err
+			}
+		}
+	}
+	return info, nil
 }
 
 // unescape undoes the kernel's \ooo for blanks, newlines and backslashes.

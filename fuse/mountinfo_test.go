@@ -13,7 +13,7 @@ import (
 
 func TestParseMountinfo(t *testing.T) {
 	const text = `22 1 0:21 / /sys rw,nosuid shared:7 - sysfs sysfs rw
-36 22 0:52 / /mnt/a\040b\134c\012 rw,nosuid,nodev shared:1 master:2 - fuse.rmount rblk://host/exp\040ort rw,user_id=0
+36 22 0:52 / /mnt/a\040b\134c\012 rw,nosuid,nodev shared:1 master:2 - fuse.rmount rblk://host/exp\040ort rw,user_id=1000
 37 22 0:53 / /mnt/empty rw - tmpfs  rw
 `
 	got, err := parseMountinfo(strings.NewReader(text))
@@ -21,9 +21,9 @@ func TestParseMountinfo(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := []Info{
-		{22, "0:21", "/sys", "sysfs", "sysfs"},
-		{36, "0:52", "/mnt/a b\\c\n", FSType, "rblk://host/exp ort"},
-		{37, "0:53", "/mnt/empty", "tmpfs", ""},
+		{22, "0:21", "/sys", "sysfs", "sysfs", 0},
+		{36, "0:52", "/mnt/a b\\c\n", FSType, "rblk://host/exp ort", 1000},
+		{37, "0:53", "/mnt/empty", "tmpfs", "", 0},
 	}
 	if d := cmp.Diff(want, got); d != "" {
 		t.Error(d)

@@ -74,7 +74,6 @@ type server struct {
 	stopping atomic.Bool  // no worker reads any more
 	canceled atomic.Bool  // every request is interrupted
 	active   sync.WaitGroup
-	pokes    sync.WaitGroup
 	done     chan struct{} // closed after the last worker has left
 
 	mu      sync.Mutex
@@ -164,19 +163,21 @@ func (s *server) start() {
 //
 // poke must make the kernel send one message, and may block until that is
 // answered. It may come to be called more often than there are readers; such
-// a call returns when the next server serves, or the device is closed.
-func (s *server) stop(ctx context.Context, poke func()) error {
+// a call returns when the next server serves, or the device is closed. The
+// caller waits for all of them through pokes.
+func (s *server) stop(ctx context.Context, poke func()) (pokes *sync.WaitGroup, err error) {
 	s.stopping.Store(true)
+	pokes = new(sync.WaitGroup)
 	// A worker counts itself idle before it looks at stopping, so whoever is
 	// not counted here will not read; whoever is reads one message at most.
 	for range s.idle.Load() {
-		s.pokes.Go(poke)
+		pokes.Go(poke)
 	}
 	select {
 	case <-s.done:
-		return nil
+		return pokes, nil
 	case <-ctx.Done():
-		return fmt.Errorf("waiting for the readers of /dev/fuse: %w", ctx.Err())
+		return pokes, fmt.Errorf("waiting for the readers of /dev/fuse: %w", ctx.Err())
 	}
 }
 

@@ -28,12 +28,13 @@ type volumeTree struct {
 	volume *cache.Volume
 	direct bool // cache=none: the kernel's page cache is passed by
 	self   *planted
+	blocks *blockWriter
 	born   time.Time
 	mtime  atomic.Int64 // nanoseconds: the last write through this mount
 }
 
 func newVolumeTree(name string, v *cache.Volume, direct bool, p *planted) *volumeTree {
-	t := &volumeTree{name: name, volume: v, direct: direct, self: p, born: time.Now()}
+	t := &volumeTree{name: name, volume: v, direct: direct, self: p, blocks: newBlockWriter(), born: time.Now()}
 	t.mtime.Store(t.born.UnixNano())
 	return t
 }
@@ -134,7 +135,7 @@ func (t *volumeTree) write(ctx context.Context, n uint32, off uint64, data []byt
 		return 0, syscall.ENOSPC
 	}
 	data = data[:min(uint64(len(data)), end-off)]
-	if err := t.volume.Write(ctx, int64(off), data, false); err != nil {
+	if err := t.blocks.write(ctx, t.volume, int64(off), data); err != nil {
 		return 0, err
 	}
 	t.mtime.Store(time.Now().UnixNano())
