@@ -364,6 +364,8 @@ func (s *Source) start(p *pending) bool {
 	if p.err = s.verdict(p.op); p.err == nil {
 		p.early = s.opts.Jitter > 0 && s.rng.IntN(2) == 0
 		s.apply(p, false)
+	} else if p.op.Kind == volume.OpWrite && s.rng.IntN(2) == 0 {
+		s.apply(p, false) // a failed write may be torn
 	}
 	wait := s.delay(p.op)
 	if wait == 0 {
