@@ -85,7 +85,10 @@ func (t *datasetTree) xattrs(n uint32) []string { return t.manifest.ListXattr(da
 
 // open lets the kernel keep its pages across opens: the bytes of an inode never
 // change.
-func (t *datasetTree) open(context.Context, uint32, uint32) (uint32, error) {
+func (t *datasetTree) open(_ context.Context, _ uint32, flags uint32) (uint32, error) {
+	if flags&syscall.O_ACCMODE != syscall.O_RDONLY || flags&syscall.O_TRUNC != 0 {
+		return 0, syscall.EROFS // a mount of all exports may be writable elsewhere
+	}
 	return gofuse.FOPEN_KEEP_CACHE | gofuse.FOPEN_CACHE_DIR | gofuse.FOPEN_NOFLUSH, nil
 }
 
