@@ -22,12 +22,17 @@ var statusErrors = map[wire.Status]error{
 	wire.StatusInstance:    volume.ErrInstanceChanged,
 }
 
+// passing tells whether a status says only that the target cannot now.
+func passing(s wire.Status) bool {
+	return s == wire.StatusQuota || s == wire.StatusAgain || s == wire.StatusDraining
+}
+
 // statusError is a status as an error.
 func statusError(s wire.Status) error {
 	if err := statusErrors[s]; err != nil {
 		return err
 	}
-	return fmt.Errorf("%w: the target answered with status %d", volume.ErrIO, s)
+	return fmt.Errorf("%w: the target answered: %v", volume.ErrIO, s)
 }
 
 // final tells whether an answer of the control plane ends the volume for good,

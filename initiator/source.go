@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/netip"
 	"net/url"
 	"slices"
 	"strconv"
@@ -252,10 +253,13 @@ func parseHosts(list string) ([]string, error) {
 	for h := range strings.SplitSeq(list, ",") {
 		host, port, err := net.SplitHostPort(h)
 		if err != nil {
-			host, port = strings.TrimSuffix(strings.TrimPrefix(h, "["), "]"), strconv.Itoa(wire.DefaultControlPort)
-			if strings.Contains(host, ":") && net.ParseIP(host) == nil {
-				return nil, fmt.Errorf("host %q: want HOST, HOST:PORT or [IPV6]:PORT", h)
+			host, port = h, strconv.Itoa(wire.DefaultControlPort)
+			if inner, ok := strings.CutPrefix(h, "["); ok && strings.HasSuffix(inner, "]") {
+				host = inner[:len(inner)-1]
 			}
+		}
+		if !validHost(host) {
+			return nil, fmt.Errorf("host %q: want HOST, HOST:PORT or [IPV6]:PORT", h)
 		}
 		if n, err := strconv.Atoi(port); err != nil || n < 1 || n > 65535 {
 			return nil, fmt.Errorf("port %q: want 1 to 65535", port)
@@ -266,6 +270,15 @@ func parseHosts(list string) ([]string, error) {
 		addrs = append(addrs, net.JoinHostPort(host, port))
 	}
 	return addrs, nil
+}
+
+// validHost takes what may be a name or an address; "" is for the caller.
+func validHost(host string) bool {
+	if strings.Contains(host, ":") {
+		_, err := netip.ParseAddr(host)
+		return err == nil
+	}
+	return !strings.ContainsFunc(host, func(r rune) bool { return r <= ' ' || strings.ContainsRune("%[]<>\"\\^`{|}\x7f", r) })
 }
 
 // String is the source without its options, as it may be shown.
