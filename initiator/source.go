@@ -194,7 +194,14 @@ func ParseSource(text string) (Source, error) {
 	}
 	rest, query, _ := strings.Cut(rest, "?")
 	hosts, path, _ := strings.Cut(rest, "/")
+	if strings.Contains(hosts, "@") {
+		return s, fmt.Errorf("%w: no user or password belongs in it: use token-file=", ErrSource)
+	}
+	text, _, _ = strings.Cut(text, "?") // as it is shown: a secret may stand in an option
 	var err error
+	if isUnix {
+		path = strings.TrimPrefix(path, "/")
+	}
 	s.Export, s.Path, _ = strings.Cut(path, "/")
 	if s.Export, err = url.PathUnescape(s.Export); err == nil {
 		s.Path, err = url.PathUnescape(s.Path)
@@ -213,7 +220,6 @@ func ParseSource(text string) (Source, error) {
 		}
 		s.Addrs = []string{"unix:" + values[i][1]}
 		values = slices.Delete(values, i, i+1)
-		s.Export, s.Path, _ = strings.Cut(strings.TrimPrefix(path, "/"), "/")
 	} else if s.Addrs, err = parseHosts(hosts); err != nil {
 		return s, fmt.Errorf("%w: %q: %w", ErrSource, text, err)
 	}
@@ -246,9 +252,6 @@ func parseQuery(q string) ([][2]string, error) {
 }
 
 func parseHosts(list string) ([]string, error) {
-	if strings.Contains(list, "@") {
-		return nil, errors.New("no user or password belongs here: use token-file=")
-	}
 	var addrs []string
 	for h := range strings.SplitSeq(list, ",") {
 		host, port, err := net.SplitHostPort(h)
@@ -281,11 +284,16 @@ func validHost(host string) bool {
 	return !strings.ContainsFunc(host, func(r rune) bool { return r <= ' ' || strings.ContainsRune("%[]<>\"\\^`{|}\x7f", r) })
 }
 
-// String is the source without its options, as it may be shown.
+// String is the source without its options, as it may be shown and read again.
 func (s Source) String() string {
-	text := "rblk://" + strings.Join(s.Addrs, ",") + "/" + url.PathEscape(s.Export)
+	path := "/" + url.PathEscape(s.Export)
 	if s.Path != "" {
-		text += "/" + s.Path
+		path += "/" + (&url.URL{Path: s.Path}).EscapedPath()
 	}
-	return text
+	if len(s.Addrs) == 1 {
+		if socket, ok := strings.CutPrefix(s.Addrs[0], "unix:"); ok {
+			return "rblk+unix://" + path + "?socket=" + url.QueryEscape(socket)
+		}
+	}
+	return "rblk://" + strings.Join(s.Addrs, ",") + path
 }
