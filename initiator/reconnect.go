@@ -115,6 +115,10 @@ func (v *Volume) reopen() (*epoch, error) {
 	reply, addr, err := v.control.Open(v.ctx, r)
 	if code(err) == wire.CodeUnknownSession {
 		reply, addr, err = v.anew()
+		if code(err) == wire.CodeBusy {
+			// The claim has ended, and another writer holds it now.
+			err = &deadError{fmt.Errorf("%w: %w", volume.ErrFenced, err)}
+		}
 	}
 	if dead := final(err); dead != nil {
 		return nil, &deadError{dead}
