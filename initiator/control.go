@@ -164,7 +164,7 @@ func (c *Control) do(ctx context.Context, method, path string, body any, header 
 		}
 		return resp, addr, nil
 	}
-	return nil, "", errors.Join(errs...)
+	return nil, "", joined(errs)
 }
 
 // hint words a transport failure with its mend.
@@ -173,9 +173,8 @@ func hint(scheme, addr string, err error) error {
 	if errors.As(err, &ue) {
 		err = ue.Err
 	}
-	var record tls.RecordHeaderError
 	switch {
-	case errors.As(err, &record):
+	case errors.Is(err, http.ErrSchemeMismatch):
 		return fmt.Errorf("target %s does not speak TLS: say insecure if plain HTTP is what you want: %w", addr, err)
 	case scheme == "http" && errors.Is(err, io.EOF):
 		return fmt.Errorf("target %s hung up: if it speaks TLS, give tls-ca: %w", addr, err)

@@ -192,7 +192,7 @@ func (e *epoch) connect(ctx context.Context, t wire.Token, control string) error
 			break // the token is used up
 		}
 	}
-	return errors.Join(errs...)
+	return joined(errs)
 }
 
 // dataAddr completes an address whose host is that of the control connection.

@@ -5,6 +5,7 @@ package initiator
 import (
 	"errors"
 	"fmt"
+	"strings"
 
 	"rblk/volume"
 	"rblk/wire"
@@ -49,6 +50,27 @@ func final(err error) error {
 		return fmt.Errorf("%w: %w", volume.ErrInstanceChanged, err)
 	}
 	return nil
+}
+
+// alternatives are the failures of several ways to one end, on one line.
+type alternatives []error
+
+func (a alternatives) Error() string {
+	texts := make([]string, len(a))
+	for i, err := range a {
+		texts[i] = err.Error()
+	}
+	return strings.Join(texts, "; ")
+}
+
+func (a alternatives) Unwrap() []error { return a }
+
+// joined is errs as one error.
+func joined(errs []error) error {
+	if len(errs) == 1 {
+		return errs[0]
+	}
+	return alternatives(errs)
 }
 
 // code is the control plane's code in err, or "".
