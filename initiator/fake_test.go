@@ -264,7 +264,7 @@ func (f *fakeTarget) dial(options string) (*Volume, error) {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
-	v, err := Dial(ctx, src, DialOptions{Providers: []rdma.Provider{p}})
+	v, err := Dial(ctx, src, DialOptions{Providers: []rdma.Provider{p}, Logger: testLogger()})
 	f.t.Cleanup(func() {
 		if v != nil {
 			v.Close()
