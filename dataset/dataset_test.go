@@ -54,15 +54,6 @@ func mustRescan(t testing.TB, dir string, prev *Tree) *Tree {
 	return tr
 }
 
-func saved(t testing.TB, tr *Tree) []byte {
-	t.Helper()
-	var b bytes.Buffer
-	if err := tr.Save(&b); err != nil {
-		t.Fatal(err)
-	}
-	return b.Bytes()
-}
-
 // offset of a file that must be there.
 func offset(t testing.TB, tr *Tree, path string) int64 {
 	t.Helper()
@@ -118,7 +109,7 @@ func check(t testing.TB, tr *Tree) {
 			t.Errorf("node %d: no live range at %d", n, a.Offset)
 		}
 	}
-	loaded, err := Load(saved(t, tr))
+	loaded, err := Load(tr.Save())
 	if err != nil || !slices.Equal(loaded.Files, tr.Files) || loaded.Manifest.Digest() != tr.Manifest.Digest() {
 		t.Errorf("saved and loaded: %v, or differs", err)
 	}

@@ -184,7 +184,7 @@ func TestLayoutModel(t *testing.T) {
 				rt.Errorf("generation %d after %d", next.Manifest.Generation(), tree.Manifest.Generation())
 			}
 			if tree = next; rapid.Bool().Draw(rt, "restart") {
-				if tree, err = Load(saved(t, tree)); err != nil {
+				if tree, err = Load(tree.Save()); err != nil {
 					rt.Fatal(err)
 				}
 			}
