@@ -92,7 +92,8 @@ func TestBadState(t *testing.T) {
 // TestNoState: without a place to save there is a new layout each time.
 func TestNoState(t *testing.T) {
 	dir := t.TempDir()
-	if mustOpen(t, dir, "").Manifest.Layout() == mustOpen(t, dir, "").Manifest.Layout() {
+	one, two := mustOpen(t, dir, ""), mustOpen(t, dir, "")
+	if one.Manifest.Layout() == two.Manifest.Layout() {
 		t.Error("the same layout twice")
 	}
 }
