@@ -16,6 +16,7 @@ import (
 	"time"
 	"unsafe"
 
+	"rblk/dataset"
 	"rblk/internal/version"
 	"rblk/rdma"
 	"rblk/volume"
@@ -224,6 +225,11 @@ func (v *Volume) Transport() string {
 		return ""
 	}
 	return e.conns[0].rc.Info().Device.Info().Transport
+}
+
+// Manifest fetches the newest manifest of a dataset.
+func (v *Volume) Manifest(ctx context.Context) (*dataset.Manifest, error) {
+	return v.control.Manifest(ctx, v.src.Export, "")
 }
 
 // maxTransfer lets one operation keep several work requests in flight.
