@@ -89,7 +89,8 @@ var _ rdma.Conn = (*conn)(nil)
 // tcpUserTimeout is TCP_USER_TIMEOUT of tcp(7), which package syscall lacks.
 const tcpUserTimeout = 18
 
-// newConn takes sock over when it succeeds.
+// newConn takes sock over when it succeeds. The connection does nothing until
+// start.
 func newConn(sock *net.TCPConn, d *domain, o rdma.ConnOptions, t terms) (*conn, error) {
 	raw, err := sock.SyscallConn()
 	if err != nil {
@@ -117,6 +118,9 @@ func newConn(sock *net.TCPConn, d *domain, o rdma.ConnOptions, t terms) (*conn, 
 		if !ok || s.dom != d {
 			return nil, fmt.Errorf("%w: shared receive queue of another domain", rdma.ErrInvalid)
 		}
+		if len(o.Receives) > 0 {
+			return nil, fmt.Errorf("%w: receives of its own beside a shared receive queue", rdma.ErrInvalid)
+		}
 		c.shared = s
 		depth += len(s.q.ring)
 	}
@@ -132,24 +136,31 @@ func newConn(sock *net.TCPConn, d *domain, o rdma.ConnOptions, t terms) (*conn, 
 	if err := c.join(); err != nil {
 		return nil, err
 	}
+	return c, nil
+}
+
+// start begins automatic progress.
+func (c *conn) start() {
 	if !c.manual {
 		c.in.active = true
 		go c.run()
 	}
-	return c, nil
 }
 
 // join makes the connection known to its parents.
 func (c *conn) join() error {
-	if c.shared != nil {
-		c.shared.mu.Lock()
-		c.shared.users[c] = struct{}{}
-		c.shared.mu.Unlock()
+	s := c.shared
+	if s != nil {
+		s.mu.Lock()
+		defer s.mu.Unlock()
 	}
 	c.dom.mu.Lock()
 	defer c.dom.mu.Unlock()
-	if c.dom.closed {
-		return fmt.Errorf("%w: domain is closed", rdma.ErrInvalid)
+	if c.dom.closed || s != nil && s.closed {
+		return fmt.Errorf("%w: domain or shared receive queue is closed", rdma.ErrInvalid)
+	}
+	if s != nil {
+		s.users[c] = struct{}{}
 	}
 	c.dom.conns[c] = struct{}{}
 	c.dom.p.conns.Add(1)
@@ -203,6 +214,7 @@ func (c *conn) settle() {
 		c.sock.Close()
 	}
 	c.out.drop()
+	c.in.region = nil
 	c.sqSent = c.sqDone // nothing writes any more
 	c.reap()
 	for ; c.sqHead != c.sqTail; c.sqHead++ {
@@ -449,6 +461,9 @@ func (c *conn) take(wc []rdma.Completion) (int, error) {
 	}
 	if n > 0 && c.cqHead != c.cqTail {
 		c.wake()
+	}
+	if n > 0 && c.shared != nil {
+		c.cond.Broadcast() // a message may be waiting for room
 	}
 	if n == 0 && c.settled {
 		return 0, c.err

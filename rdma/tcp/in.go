@@ -25,7 +25,7 @@ const (
 	// guessReads and guessBytes bound the responses whose place is guessed
 	// (see guess). A wrong guess costs a copy of that much.
 	guessReads = 16
-	guessBytes = 256 << 10
+	guessBytes = 64 << 10
 )
 
 // incoming is the reader of a connection: a state machine between frames and
@@ -36,13 +36,14 @@ type incoming struct {
 	// active: somebody is the reader. Guarded by conn.mu.
 	active bool
 
-	buf   []byte // bytes read and not yet understood: buf[pos:]
-	pos   int
-	spill []byte   // the usual backing of buf
-	cur   header   // the frame whose payload is being read
-	dest  [][]byte // where the rest of it goes
-	left  int      // bytes of it to come
-	seq   uint64   // number of the peer's next request
+	buf        []byte // bytes read and not yet understood: buf[pos:]
+	pos        int
+	spill      []byte   // the usual backing of buf
+	regathered []byte   // its backing after a wrong guess
+	cur        header   // the frame whose payload is being read
+	dest       [][]byte // where the rest of it goes
+	left       int      // bytes of it to come
+	seq        uint64   // number of the peer's next request
 
 	// guarded by conn.mu: memory of cur
 	region  *region
@@ -694,7 +695,10 @@ func (in *incoming) match(frames, n int) error {
 // bytes went to wrong places.
 func (in *incoming) regather(n int) {
 	skip := in.got - n
-	stream := make([]byte, 0, max(n, spillSize))
+	if cap(in.regathered) < n {
+		in.regathered = make([]byte, 0, guessReads*headerSize+guessBytes+spillSize)
+	}
+	stream := in.regathered[:0]
 	for i := range in.n {
 		b := unsafe.Slice(in.iov[i].Base, int(in.iov[i].Len))
 		if skip >= len(b) {
