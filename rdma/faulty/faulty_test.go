@@ -63,7 +63,7 @@ func newRig(t *testing.T) *rig {
 	t.Cleanup(func() { goleak.VerifyNone(t, ignore) })
 	ctx, cancel := context.WithTimeout(context.Background(), 2*patience)
 	t.Cleanup(cancel)
-	r := &rig{T: t, ctx: ctx, p: faulty.Wrap(newTCP(t)), target: newTCP(t), accepted: make(chan rdma.Conn, 16)}
+	r := &rig{T: t, ctx: ctx, p: faulty.Wrap(newTCP(t)), target: newTCP(t), accepted: make(chan rdma.Conn, 1000)}
 	must := func(err error) {
 		t.Helper()
 		if err != nil {
@@ -108,6 +108,10 @@ func newRig(t *testing.T) *rig {
 	t.Cleanup(func() {
 		must(r.listener.Close())
 		<-done
+		close(r.accepted)
+		for c := range r.accepted { // those no test has taken
+			must(c.Close())
+		}
 	})
 	return r
 }
