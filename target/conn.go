@@ -350,10 +350,14 @@ func (c *sconn) mapped(ctx context.Context, seq uint64, m *wire.Map) {
 	}
 	c.s.give(spare)
 	err := c.send(func(b []byte) []byte { return all.Append(b, wire.Header{Type: wire.TypeMapped, Seq: seq}) })
-	if err != nil && c.conn.Err() == nil {
-		c.log.Error("cannot answer", "err", err)
-		c.kill()
+	if err != nil {
+		if c.conn.Err() == nil {
+			c.log.Error("cannot answer", "err", err)
+			c.kill()
+		}
+		return // with the connection go its grants
 	}
+	c.s.told(all.Grants)
 }
 
 // done sends a Done.

@@ -26,10 +26,6 @@ type DatasetConfig struct {
 	Path string // the directory
 }
 
-// racyTime: a file whose ctime is younger may change again without its ctime
-// showing it, so it is read only once it is older.
-const racyTime = 2 * time.Second
-
 // fillers bounds parallel reads of the store, over all exports.
 const fillers = 16
 
@@ -69,16 +65,7 @@ func openDataset(ctx context.Context, cfg DatasetConfig, st *stateDir, p *pool, 
 		return nil, fmt.Errorf("dataset export %s: %w", cfg.Name, err)
 	}
 	d := &data{cfg: cfg, log: log.With("export", cfg.Name), root: root, state: st, slots: make(chan struct{}, fillers)}
-	prev := d.saved()
-	var tree *dataset.Tree
-	if prev != nil {
-		tree, err = dataset.Rescan(ctx, abs, prev, scan)
-	} else {
-		tree, err = dataset.Scan(ctx, abs, scan)
-	}
-	if err == nil && tree != prev {
-		err = writeFileSync(st.treePath(cfg.Name), tree.Save())
-	}
+	tree, err := dataset.Open(ctx, abs, st.treePath(cfg.Name), scan)
 	if err != nil {
 		root.Close()
 		return nil, fmt.Errorf("dataset export %s: %w", cfg.Name, err)
@@ -88,35 +75,18 @@ func openDataset(ctx context.Context, cfg DatasetConfig, st *stateDir, p *pool, 
 	return d, nil
 }
 
-// saved is the layout of a previous run; a corrupt one is as good as none.
-func (d *data) saved() *dataset.Tree {
-	text, err := os.ReadFile(d.state.treePath(d.cfg.Name))
-	if err != nil {
-		return nil
-	}
-	t, err := dataset.Load(text)
-	if err != nil {
-		d.log.Warn("saved layout is unusable, making a new one", "err", err)
-		return nil
-	}
-	return t
-}
-
 // rescan looks at the tree again; it tells whether there is a new generation.
 func (d *data) rescan(ctx context.Context, opts dataset.ScanOptions) (bool, error) {
 	d.scanning.Lock()
 	defer d.scanning.Unlock()
 	prev := d.tree.Load()
-	next, err := dataset.Rescan(ctx, d.cfg.Path, prev, opts)
+	// The layout is kept before anybody learns of it.
+	next, err := dataset.Refresh(ctx, d.cfg.Path, d.state.treePath(d.cfg.Name), prev, opts)
 	if err != nil {
 		return false, fmt.Errorf("dataset export %s: %w", d.cfg.Name, err)
 	}
 	if next == prev {
 		return false, nil
-	}
-	// The layout is kept before anybody learns of it.
-	if err := writeFileSync(d.state.treePath(d.cfg.Name), next.Save()); err != nil {
-		return false, fmt.Errorf("dataset export %s: %w", d.cfg.Name, err)
 	}
 	d.tree.Store(next)
 	return true, nil
@@ -179,7 +149,7 @@ func (d *data) readFile(ctx context.Context, f *dataset.File, off int64, p []byt
 	if f.Stale {
 		return wire.StatusStale
 	}
-	if !settled(ctx, f.Ident.CtimeSec, f.Ident.CtimeNsec) {
+	if !settled(ctx, &f.Ident) {
 		return wire.StatusAgain
 	}
 	fd, err := openBeneath(int(d.root.Fd()), f.Path)
@@ -199,14 +169,14 @@ func (d *data) readFile(ctx context.Context, f *dataset.File, off int64, p []byt
 	return wire.StatusOK
 }
 
-// settled waits until a change time is old enough to be trusted. A time in the
-// future, of another clock, is not waited for longer than that.
-func settled(ctx context.Context, sec, nsec int64) bool {
-	age := time.Since(time.Unix(sec, nsec))
-	if age >= racyTime {
+// settled waits until a file has rested long enough for its identity to be
+// trusted; false when ctx ends first.
+func settled(ctx context.Context, id *dataset.Ident) bool {
+	wait := id.Settle(time.Now())
+	if wait == 0 {
 		return true
 	}
-	timer := time.NewTimer(min(racyTime, racyTime-age))
+	timer := time.NewTimer(wait)
 	defer timer.Stop()
 	select {
 	case <-timer.C:

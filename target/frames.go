@@ -432,12 +432,22 @@ func (st *stager) revokeSome() {
 		}
 		e.state = stateRevoking
 		coming++
-		for g := range e.holds {
-			ask = append(ask, g)
-		}
+		ask = append(ask, e.toldLocked()...)
 	}
 	st.mu.Unlock()
 	revoke(ask)
+}
+
+// toldLocked are the grants of e that their holders know of; the others are
+// revoked once they do (session.told). Caller holds mu.
+func (e *extent) toldLocked() []*grant {
+	var gs []*grant
+	for g := range e.holds {
+		if g.told {
+			gs = append(gs, g)
+		}
+	}
+	return gs
 }
 
 // giveSlab starts to give one slab back to the pool.
@@ -479,9 +489,7 @@ func (st *stager) giveSlab() {
 			s.freed++
 		default:
 			e.state = stateRevoking
-			for g := range e.holds {
-				ask = append(ask, g)
-			}
+			ask = append(ask, e.toldLocked()...)
 		}
 	}
 	if s.freed == slabFrames {

@@ -61,25 +61,34 @@ type instanceFile struct {
 	Size     int64  `json:"size"`
 }
 
-// openMemory opens or creates the export's memory and pins it.
-func openMemory(ctx context.Context, cfg MemoryConfig, defaultDir string) (_ *memory, err error) {
-	page := int64(os.Getpagesize())
-	dir := cfg.Dir
+// place is where the memory lies, and the size of its pages.
+func (c *MemoryConfig) place(defaultDir string) (dir string, page int64, err error) {
+	dir, page = c.Dir, int64(os.Getpagesize())
 	if dir == "" {
 		dir = defaultDir
 	}
-	if cfg.HugePages > 0 {
-		page = cfg.HugePages
-		if cfg.Dir == "" {
-			if dir, err = hugetlbfs(cfg.HugePages); err != nil {
-				return nil, fmt.Errorf("memory export %s: %w", cfg.Name, err)
-			}
-		}
+	if c.HugePages == 0 {
+		return dir, page, nil
+	}
+	if c.Dir == "" {
+		dir, err = hugetlbfs(c.HugePages)
+	}
+	return dir, c.HugePages, err
+}
+
+// roundTo rounds n up to a multiple of page.
+func roundTo(n, page int64) int64 { return (n + page - 1) / page * page }
+
+// openMemory opens or creates the export's memory and pins it.
+func openMemory(ctx context.Context, cfg MemoryConfig, defaultDir string) (_ *memory, err error) {
+	dir, page, err := cfg.place(defaultDir)
+	if err != nil {
+		return nil, fmt.Errorf("memory export %s: %w", cfg.Name, err)
 	}
 	if cfg.Size <= 0 {
 		return nil, fmt.Errorf("memory export %s: size must be above 0, such as %s=1GiB", cfg.Name, cfg.Name)
 	}
-	m := &memory{cfg: cfg, size: (cfg.Size + page - 1) / page * page, path: filepath.Join(dir, cfg.Name+".mem")}
+	m := &memory{cfg: cfg, size: roundTo(cfg.Size, page), path: filepath.Join(dir, cfg.Name+".mem")}
 	defer func() {
 		if err != nil {
 			m.close()
@@ -153,15 +162,20 @@ func (m *memory) grow(n int64) error {
 	}
 	err := unix.Fallocate(int(m.file.Fd()), 0, 0, n)
 	if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.ENOMEM) {
-		if m.cfg.HugePages > 0 {
-			return fmt.Errorf("not enough free huge pages for %s: raise /proc/sys/vm/nr_hugepages", size.Format(n))
-		}
-		return fmt.Errorf("no room for %s in %s: free memory, enlarge that tmpfs (mount -o remount,size=…), or use --memory-dir", size.Format(n), filepath.Dir(m.path))
+		return errNoRoom(n, filepath.Dir(m.path), m.cfg.HugePages)
 	}
 	if err != nil && !errors.Is(err, unix.EOPNOTSUPP) {
 		return fmt.Errorf("reserve %s: %w", size.Format(n), err)
 	}
 	return nil
+}
+
+// errNoRoom: n bytes do not fit.
+func errNoRoom(n int64, dir string, hugePages int64) error {
+	if hugePages > 0 {
+		return fmt.Errorf("not enough free huge pages for %s: raise /sys/kernel/mm/hugepages/hugepages-%dkB/nr_hugepages", size.Format(n), hugePages>>10)
+	}
+	return fmt.Errorf("no room for %s in %s: free memory, enlarge that tmpfs (mount -o remount,size=…), or use --memory-dir", size.Format(n), dir)
 }
 
 // mapPiece maps and pins [off, off+n) of the file.
@@ -315,7 +329,7 @@ func (m *memory) resize(n int64) error {
 	if m.cfg.HugePages > 0 {
 		page = m.cfg.HugePages
 	}
-	n = (n + page - 1) / page * page
+	n = roundTo(n, page)
 	m.mu.RLock()
 	old := m.size
 	m.mu.RUnlock()

@@ -128,3 +128,12 @@ func mayAdminister(r *http.Request, proven bool) bool {
 	ip := net.ParseIP(host)
 	return ip != nil && ip.IsLoopback()
 }
+
+// allowPlain refuses plain HTTP that leaves the host.
+func (s *security) allowPlain(addr net.Addr) error {
+	a, ok := addr.(*net.TCPAddr)
+	if s.tls != nil || s.opts.Insecure || !ok || a.IP.IsLoopback() {
+		return nil
+	}
+	return fmt.Errorf("control address %s: plain HTTP beyond loopback: give --tls-cert and --tls-key, or say --insecure", addr)
+}

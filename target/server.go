@@ -19,6 +19,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"rblk/dataset"
@@ -195,7 +196,7 @@ func (s *Server) listen(ctx context.Context) error {
 	for _, d := range s.opts.Providers {
 		l, err := d.Provider.Listen(ctx, d.Addr)
 		if err != nil {
-			return fmt.Errorf("data listener %s: %w; choose another port with --data-listen", d.Addr, err)
+			return listenError("data", d.Addr, "--data-listen", err)
 		}
 		host, _, _ := net.SplitHostPort(d.Addr)
 		if ip := net.ParseIP(host); ip != nil && ip.IsUnspecified() {
@@ -221,16 +222,24 @@ func (s *Server) listenControl(ctx context.Context, addr string) (net.Listener, 
 	}
 	l, err := new(net.ListenConfig).Listen(ctx, "tcp", addr)
 	if err != nil {
-		return nil, fmt.Errorf("control listener %s: %w; choose another with --listen", addr, err)
+		return nil, listenError("control", addr, "--listen", err)
 	}
-	if a, ok := l.Addr().(*net.TCPAddr); ok && s.security.tls == nil && !a.IP.IsLoopback() && !s.opts.Insecure {
+	if err := s.security.allowPlain(l.Addr()); err != nil {
 		l.Close()
-		return nil, fmt.Errorf("control listener %s: plain HTTP beyond loopback: give --tls-cert and --tls-key, or say --insecure", addr)
+		return nil, err
 	}
 	if s.security.tls != nil {
 		l = tls.NewListener(l, s.security.tls)
 	}
 	return l, nil
+}
+
+// listenError names the mend.
+func listenError(plane, addr, flag string, err error) error {
+	if errors.Is(err, syscall.EADDRINUSE) {
+		return fmt.Errorf("%s address %s is in use: stop what listens there, or choose another with %s", plane, addr, flag)
+	}
+	return fmt.Errorf("%s address %s: %w; choose another with %s", plane, addr, err, flag)
 }
 
 // ControlAddrs are the addresses that were got.
@@ -270,6 +279,10 @@ func nameOK(name string) bool {
 	return strings.Trim(name, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-") == ""
 }
 
+func errName(name string) error {
+	return fmt.Errorf("export name %q: want up to 64 letters, digits, '.', '_' and '-'", name)
+}
+
 // AddMemory adds a memory export.
 func (s *Server) AddMemory(ctx context.Context, cfg MemoryConfig) error {
 	return s.add(cfg.Name, func() (content, error) { return openMemory(ctx, cfg, s.opts.MemoryDir) })
@@ -284,7 +297,7 @@ func (s *Server) AddDataset(ctx context.Context, cfg DatasetConfig) error {
 
 func (s *Server) add(name string, open func() (content, error)) error {
 	if !nameOK(name) {
-		return fmt.Errorf("export name %q: want up to 64 letters, digits, '.', '_' and '-'", name)
+		return errName(name)
 	}
 	s.mu.Lock()
 	_, there := s.exports[name]
@@ -463,6 +476,9 @@ func (s *Server) drain() {
 		s.http.Close()
 	}
 }
+
+// Close releases a Server that is not served. Serve closes by itself.
+func (s *Server) Close() { s.close() }
 
 // close releases what New and the Adds took. Claims are kept for the writers'
 // return.

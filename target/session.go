@@ -61,10 +61,11 @@ type token struct {
 
 // grant is a promise to a session. Those of a staged export hold an extent.
 type grant struct {
-	s   *session
-	id  uint64
-	st  *stager
-	ext *extent
+	s    *session
+	id   uint64
+	st   *stager
+	ext  *extent
+	told bool // guarded by st.mu: the answer that carries it has been sent
 }
 
 func secret() (text string, sum [32]byte) {
@@ -325,6 +326,29 @@ func (s *session) hold(st *stager, e *extent, id *uint64) wire.Status {
 	st.pinLocked(e)
 	e.holds[g] = struct{}{}
 	return wire.StatusOK
+}
+
+// told notes that an answer with these grants has been sent. A REVOKE of one
+// must not overtake it: the initiator would answer for a grant that it does not
+// know, and then use it. So those that were to be revoked meanwhile are asked
+// back now.
+func (s *session) told(gs []wire.Grant) {
+	var ask []*grant
+	for i := range gs {
+		s.mu.Lock()
+		g := s.grants[gs[i].ID]
+		s.mu.Unlock()
+		if g == nil || gs[i].Status != wire.StatusOK {
+			continue
+		}
+		g.st.mu.Lock()
+		g.told = true
+		if g.ext.state == stateRevoking {
+			ask = append(ask, g)
+		}
+		g.st.mu.Unlock()
+	}
+	revoke(ask)
 }
 
 // give ends grants that the initiator has given back. Unknown ids are ignored.
