@@ -11,8 +11,10 @@ import "C"
 
 import (
 	"fmt"
+	"maps"
 	"net"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"unsafe"
 
@@ -29,6 +31,10 @@ type domain struct {
 	mu       sync.Mutex
 	pd       *C.struct_ibv_pd // nil after Close; guarded by mu
 	children int              // regions, shared receive queues, connections; guarded by mu
+
+	// regions by lkey, for the check at each post: replaced under mu when a
+	// region comes or goes, which is rare, and read without a lock.
+	regions atomic.Pointer[map[uint32]*region]
 }
 
 var _ rdma.ProtectionDomain = (*domain)(nil)
@@ -110,7 +116,55 @@ func (pd *domain) Register(mem []byte, access rdma.Access) (rdma.MemoryRegion, e
 	pd.d.p.mu.Lock()
 	pd.d.p.live.regions++
 	pd.d.p.mu.Unlock()
-	return &region{pd: pd, mem: mem, addr: addr, lkey: uint32(mr.lkey), rkey: uint32(mr.rkey), access: access, mr: mr}, nil
+	r := &region{pd: pd, mem: mem, addr: addr, lkey: uint32(mr.lkey), rkey: uint32(mr.rkey), access: access, mr: mr}
+	pd.update(func(m map[uint32]*region) { m[r.lkey] = r })
+	return r, nil
+}
+
+// update replaces the table of regions by a changed copy.
+func (pd *domain) update(change func(map[uint32]*region)) {
+	pd.mu.Lock()
+	defer pd.mu.Unlock()
+	m := map[uint32]*region{}
+	if old := pd.regions.Load(); old != nil {
+		m = maps.Clone(*old)
+	}
+	change(m)
+	pd.regions.Store(&m)
+}
+
+// check refuses segments that are not inside a region of the domain, and, when
+// the network is to write there, not writable. An adapter would find out, too,
+// and break the connection over it.
+func (pd *domain) check(local []rdma.Segment, write bool) error {
+	var regions map[uint32]*region
+	if m := pd.regions.Load(); m != nil {
+		regions = *m
+	}
+	for _, s := range local {
+		if s.Length == 0 {
+			continue
+		}
+		r := regions[s.LKey]
+		if r == nil {
+			return fmt.Errorf("%w: no region of the domain has lkey %#x", rdma.ErrInvalid, s.LKey)
+		}
+		if off := s.Addr - r.addr; off > uint64(len(r.mem)) || uint64(s.Length) > uint64(len(r.mem))-off {
+			return fmt.Errorf("%w: %d bytes at %#x lie outside their region", rdma.ErrInvalid, s.Length, s.Addr)
+		}
+		if write && r.access&rdma.AccessLocalWrite == 0 {
+			return fmt.Errorf("%w: the region at %#x has no local write", rdma.ErrInvalid, r.addr)
+		}
+	}
+	return nil
+}
+
+// checkRecv is check for a receive, with its number of segments.
+func (pd *domain) checkRecv(local []rdma.Segment, segments int) error {
+	if _, err := lengthOf(local, segments, pd.d.info.MaxMessage); err != nil {
+		return err
+	}
+	return pd.check(local, true)
 }
 
 func (pd *domain) accessFlags(a rdma.Access) C.uint {
@@ -160,6 +214,7 @@ func (r *region) Deregister() error {
 	if r.mr == nil {
 		return nil
 	}
+	r.pd.update(func(m map[uint32]*region) { delete(m, r.lkey) })
 	if err := errnoFromRet("ibv_dereg_mr", int(C.ibv_dereg_mr(r.mr))); err != nil {
 		return err
 	}

@@ -46,15 +46,19 @@ func (b *batch) free() {
 	*b = batch{}
 }
 
-// put writes request i of the batch.
+// put writes request i of the batch. Empty segments are left out: to some
+// adapters length 0 means 2 GiB.
 func (b *batch) put(i int, id uint64, local []rdma.Segment) *C.struct_rblk_wr {
-	w := &b.wrs[i]
 	first := i * b.segments
-	*w = C.struct_rblk_wr{id: C.uint64_t(id), first_sge: C.uint32_t(first), num_sge: C.uint32_t(len(local))}
-	for j, s := range local {
-		b.sges[first+j] = C.struct_ibv_sge{addr: C.uint64_t(s.Addr), length: C.uint32_t(s.Length), lkey: C.uint32_t(s.LKey)}
+	next := first
+	for _, s := range local {
+		if s.Length > 0 {
+			b.sges[next] = C.struct_ibv_sge{addr: C.uint64_t(s.Addr), length: C.uint32_t(s.Length), lkey: C.uint32_t(s.LKey)}
+			next++
+		}
 	}
-	return w
+	b.wrs[i] = C.struct_rblk_wr{id: C.uint64_t(id), first_sge: C.uint32_t(first), num_sge: C.uint32_t(next - first)}
+	return &b.wrs[i]
 }
 
 // recvBit marks the identifiers of receives in the completion queue that both
@@ -238,29 +242,32 @@ func (c *conn) check(wr *rdma.WorkRequest) error {
 	if wr.Op == rdma.OpWriteImm && c.dev.info.Caps&rdma.CapImmediate == 0 {
 		return fmt.Errorf("%w: %s has no immediate data", rdma.ErrInvalid, c.dev.name)
 	}
-	total, err := c.checkSegments(wr.Local)
+	total, err := lengthOf(wr.Local, c.opts.Segments, c.dev.info.MaxMessage)
 	if err != nil {
 		return err
 	}
-	if wr.Flags&rdma.WRInline != 0 {
-		if wr.Op == rdma.OpRead {
-			return fmt.Errorf("%w: a READ cannot be inline", rdma.ErrInvalid)
-		}
-		if total > uint64(c.opts.Inline) {
-			return fmt.Errorf("%w: %d bytes inline, limit %d", rdma.ErrInvalid, total, c.opts.Inline)
-		}
+	if wr.Flags&rdma.WRInline == 0 {
+		return c.pd.check(wr.Local, wr.Op == rdma.OpRead)
+	}
+	if wr.Op == rdma.OpRead {
+		return fmt.Errorf("%w: a READ cannot be inline", rdma.ErrInvalid)
+	}
+	if total > uint64(c.opts.Inline) {
+		return fmt.Errorf("%w: %d bytes inline, limit %d", rdma.ErrInvalid, total, c.opts.Inline)
 	}
 	return nil
 }
 
-func (c *conn) checkSegments(local []rdma.Segment) (total uint64, err error) {
-	if len(local) > c.opts.Segments {
-		return 0, fmt.Errorf("%w: %d segments, limit %d", rdma.ErrInvalid, len(local), c.opts.Segments)
+// lengthOf is the length of a request, when that and its segments are within the
+// limits.
+func lengthOf(local []rdma.Segment, segments int, limit uint64) (total uint64, err error) {
+	if len(local) > segments {
+		return 0, fmt.Errorf("%w: %d segments, limit %d", rdma.ErrInvalid, len(local), segments)
 	}
 	for _, s := range local {
 		total += uint64(s.Length)
 	}
-	if limit := c.dev.info.MaxMessage; limit > 0 && total > limit {
+	if limit > 0 && total > limit {
 		return 0, fmt.Errorf("%w: %d bytes in one request, limit %d", rdma.ErrInvalid, total, limit)
 	}
 	return total, nil
@@ -323,7 +330,7 @@ func (c *conn) stageRecv(rrs []rdma.RecvRequest) (int, error) {
 	q := &c.recv
 	tail, limit := q.ring.tail.Load(), min(q.ring.free(), batchSize, len(rrs))
 	for i := range limit {
-		if _, err := c.checkSegments(rrs[i].Local); err != nil {
+		if err := c.pd.checkRecv(rrs[i].Local, c.opts.Segments); err != nil {
 			return i, err
 		}
 		n := tail + uint64(i)

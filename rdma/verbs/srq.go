@@ -116,8 +116,8 @@ func (q *sharedQueue) PostRecv(rrs []rdma.RecvRequest) (int, error) {
 func (q *sharedQueue) stage(rrs []rdma.RecvRequest) (int, error) {
 	limit := min(len(rrs), len(q.free), batchSize)
 	for i := range limit {
-		if len(rrs[i].Local) > q.batch.segments {
-			return i, fmt.Errorf("%w: %d segments, limit %d", rdma.ErrInvalid, len(rrs[i].Local), q.batch.segments)
+		if err := q.pd.checkRecv(rrs[i].Local, q.batch.segments); err != nil {
+			return i, err
 		}
 		slot := q.free[len(q.free)-1-i]
 		q.slots[slot] = rrs[i].ID
