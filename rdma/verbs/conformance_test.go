@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net"
 	"os"
+	"strings"
 	"testing"
 	"time"
 
@@ -62,7 +63,13 @@ func TestConformance(t *testing.T) {
 			Listen:      net.JoinHostPort(addr, "0"),
 			Patience:    patience,
 			BigRegion:   os.Getenv("RBLK_VERBS_BIG") != "",
-			LooseStatus: devs[0].Info().Transport == "iWARP",
+			LooseStatus: looseStatus(devs[0].Info(), t.Name()),
 		}
 	})
+}
+
+// looseStatus: siw ends a connection with a terminate message and flushes; rxe
+// calls a message that is too long for its receive an operation error.
+func looseStatus(dev rdma.DeviceInfo, test string) bool {
+	return dev.Transport == "iWARP" || strings.HasSuffix(test, "/ReceiveTooSmall")
 }

@@ -78,41 +78,43 @@ var _ rdma.Conn = (*conn)(nil)
 
 // newConn makes the queue pair for id in dom, with its receives posted. On
 // failure nothing is left but id, which stays the caller's.
-func newConn(id *cmID, dev *device, dom *domain, opts rdma.ConnOptions) (c *conn, err error) {
+func newConn(id *cmID, dev *device, dom *domain, opts rdma.ConnOptions) (*conn, error) {
 	p := dev.p
 	cpd, err := dom.hold()
 	if err != nil {
 		return nil, err
 	}
-	c = &conn{p: p, dev: dev, pd: dom, id: id, opts: dev.clamp(opts), done: make(chan struct{})}
-	defer func() {
-		if err != nil {
-			c.free()
-			dom.release()
-		}
-	}()
-	if opts.SharedReceive != nil {
-		srq, ok := opts.SharedReceive.(*sharedQueue)
-		if !ok || srq.pd != dom {
-			return nil, fmt.Errorf("shared receive queue is of another domain: %w", rdma.ErrInvalid)
+	c := &conn{p: p, dev: dev, pd: dom, id: id, opts: dev.clamp(opts), done: make(chan struct{})}
+	if err := c.prepare(cpd); err != nil {
+		c.free()
+		dom.release()
+		return nil, err
+	}
+	return c, nil
+}
+
+// prepare makes what free ends.
+func (c *conn) prepare(cpd *C.struct_ibv_pd) error {
+	if shared := c.opts.SharedReceive; shared != nil {
+		srq, ok := shared.(*sharedQueue)
+		if !ok || srq.pd != c.pd {
+			return fmt.Errorf("shared receive queue is of another domain: %w", rdma.ErrInvalid)
 		}
 		if err := srq.hold(); err != nil {
-			return nil, err
+			return err
 		}
 		c.srq = srq
 	}
 	if err := c.create(cpd); err != nil {
-		return nil, err
+		return err
 	}
-	if n, err := c.PostRecv(opts.Receives); err != nil {
-		return nil, err
-	} else if n < len(opts.Receives) {
-		return nil, fmt.Errorf("%d receives for a queue of %d: %w", len(opts.Receives), n, rdma.ErrInvalid)
+	receives := c.opts.Receives
+	if n, err := c.PostRecv(receives); err != nil {
+		return err
+	} else if n < len(receives) {
+		return fmt.Errorf("%d receives for a queue of %d: %w", len(receives), n, rdma.ErrInvalid)
 	}
-	if err := p.hold(&p.live.conns); err != nil {
-		return nil, err
-	}
-	return c, nil
+	return c.p.hold(&c.p.live.conns)
 }
 
 // clamp fills in defaults and keeps to the device's limits.
@@ -181,7 +183,7 @@ func (c *conn) create(cpd *C.struct_ibv_pd) error {
 	if qp == nil {
 		return fmt.Errorf("queue pair with %d+%d requests of %d segments, %d inline: %w", c.opts.SendDepth, c.opts.RecvDepth, c.opts.Segments, c.opts.Inline, errnoFromPtr("ibv_create_qp", true, errno))
 	}
-	if err := c.send.init(qp, c.opts); err != nil {
+	if err := c.send.init(qp, c.opts, c.dev.reorders); err != nil {
 		C.ibv_destroy_qp(qp)
 		return err
 	}

@@ -40,6 +40,10 @@ type device struct {
 	// readSinkRemoteWrite: iWARP places a READ's answer like a peer's WRITE, so
 	// hardware wants remote write on its destination. siw does not check it.
 	readSinkRemoteWrite bool
+	// reorders: siw completes a WRITE or SEND before the READ that was posted
+	// ahead of it (Linux 6.12). The verbs forbid that (IBTA 10.8.3.2), and
+	// callers build on the order: the connection restores it.
+	reorders bool
 
 	async *asyncReader
 	gone  atomic.Bool // unplugged; set once
@@ -82,6 +86,7 @@ func (d *device) learn() error {
 	d.iwarp = d.ctx.device.transport_type == C.IBV_TRANSPORT_IWARP
 	driver := d.driver()
 	d.readSinkRemoteWrite = d.iwarp && driver != "siw"
+	d.reorders = driver == "siw"
 	d.info = rdma.DeviceInfo{
 		Name:          d.name,
 		Transport:     "InfiniBand",

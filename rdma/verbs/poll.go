@@ -22,11 +22,12 @@ import (
 
 // poller is the completion side of a connection.
 type poller struct {
-	mu    sync.Mutex         // held by Poll and Wait, and by Close to wait for them
-	wcs   []C.struct_rblk_wc // C memory; guarded by mu
-	armed bool               // an event will come, or waits already; guarded by mu
-	try   func(uintptr) bool // takes events; made once, since a closure escapes
-	tried struct {           // what try found; guarded by mu
+	mu         sync.Mutex         // held by Poll and Wait, and by Close to wait for them
+	wcs        []C.struct_rblk_wc // C memory; guarded by mu
+	armed      bool               // an event will come, or waits already; guarded by mu
+	sendFailed bool               // a send request has failed, on a device that reorders; guarded by mu
+	try        func(uintptr) bool // takes events; made once, since a closure escapes
+	tried      struct {           // what try found; guarded by mu
 		n     C.int
 		errno error
 	}
@@ -72,7 +73,7 @@ func (c *conn) outstanding() int { return c.send.ring.used() + c.recv.ring.used(
 
 // harvest takes completions from the queue until wc is full or the queue empty.
 func (c *conn) harvest(wc []rdma.Completion) int {
-	out := 0
+	out := c.inTurn(wc)
 	for out < len(wc) {
 		want := min(len(wc)-out, batchSize)
 		n := int(C.rblk_poll(c.cq, &c.poll.wcs[0], C.int(want)))
@@ -81,9 +82,7 @@ func (c *conn) harvest(wc []rdma.Completion) int {
 			break
 		}
 		for i := range c.poll.wcs[:n] {
-			if c.take(&c.poll.wcs[i], &wc[out]) {
-				out++
-			}
+			out += c.take(&c.poll.wcs[i], wc[out:])
 		}
 		if n < want {
 			break
@@ -92,44 +91,88 @@ func (c *conn) harvest(wc []rdma.Completion) int {
 	return out
 }
 
-// take turns one completion of the adapter into one for the caller; false for
-// those that only the ring wanted.
-func (c *conn) take(w *C.struct_rblk_wc, wc *rdma.Completion) bool {
+// take turns one completion of the adapter into those for the caller that it
+// brings about: none when only the ring wanted it. wc has room for it.
+func (c *conn) take(w *C.struct_rblk_wc, wc []rdma.Completion) int {
 	n := uint64(w.id)
-	var req outstanding
+	if n&recvBit != 0 {
+		if c.srq != nil {
+			return c.report(c.srq.take(n&^recvBit), w, wc)
+		}
+		return c.takeFrom(&c.recv.ring, n&^recvBit, w, wc)
+	}
+	if !c.send.reportAll {
+		return c.takeFrom(&c.send.ring, n, w, wc)
+	}
+	if r := &c.send.ring; r.holds(n) {
+		req := r.at(n)
+		req.ended, req.status, req.length = true, status(uint32(w.status)), uint32(w.length)
+	}
+	return c.inTurn(wc)
+}
+
+// takeFrom reports request n of a ring that completes in order: whatever was
+// before it, unreported, has succeeded.
+func (c *conn) takeFrom(r *ring, n uint64, w *C.struct_rblk_wc, wc []rdma.Completion) int {
+	if !r.holds(n) {
+		return 0
+	}
+	req := *r.at(n)
+	r.head.Store(n + 1)
+	return c.report(req, w, wc)
+}
+
+// report writes the completion of req.
+func (c *conn) report(req outstanding, w *C.struct_rblk_wc, wc []rdma.Completion) int {
+	req.status, req.length = status(uint32(w.status)), uint32(w.length)
+	if n := c.tell(req, wc); n == 0 {
+		return 0
+	}
+	if req.status != rdma.StatusOK {
+		wc[0].VendorErr = uint32(w.vendor_err)
+	} else if w.has_imm != 0 {
+		wc[0].HasImm, wc[0].Imm = true, uint32(w.imm)
+	}
+	return 1
+}
+
+// tell writes the completion of a request that has ended, when the caller wants
+// it. A failure ends the connection.
+func (c *conn) tell(req outstanding, wc []rdma.Completion) int {
+	if req.status == rdma.StatusOK && !req.signaled {
+		return 0
+	}
+	wc[0] = rdma.Completion{ID: req.id, Op: req.op, Status: req.status}
 	switch {
-	case n&recvBit == 0:
-		r := &c.send.ring
-		if !r.holds(n) {
-			return false
+	case req.status != rdma.StatusOK:
+		c.failed(req.status)
+	case req.op == rdma.OpRead || req.op == rdma.OpRecv:
+		wc[0].Length = req.length
+	}
+	return 1
+}
+
+// inTurn reports, where completions come out of order, those whose turn it is.
+// What the adapter completed behind a failure is reported as flushed: on iWARP
+// success only means that TCP had it.
+func (c *conn) inTurn(wc []rdma.Completion) int {
+	if !c.send.reportAll {
+		return 0
+	}
+	out := 0
+	for r := &c.send.ring; out < len(wc) && r.used() > 0; {
+		req := *r.at(r.head.Load())
+		if !req.ended {
+			break
 		}
-		req = *r.at(n)
-		r.head.Store(n + 1) // whatever was before it, unreported, has succeeded
-	case c.srq != nil:
-		req = c.srq.take(n &^ recvBit)
-	default:
-		r := &c.recv.ring
-		if n &^= recvBit; !r.holds(n) {
-			return false
+		r.head.Add(1)
+		if c.poll.sendFailed {
+			req.status = rdma.StatusFlushed
 		}
-		req = *r.at(n)
-		r.head.Store(n + 1)
+		c.poll.sendFailed = req.status != rdma.StatusOK
+		out += c.tell(req, wc[out:])
 	}
-	if w.status != C.IBV_WC_SUCCESS {
-		s := status(uint32(w.status))
-		*wc = rdma.Completion{ID: req.id, Op: req.op, Status: s, VendorErr: uint32(w.vendor_err)}
-		c.failed(s)
-		return true
-	}
-	*wc = rdma.Completion{ID: req.id, Op: req.op}
-	switch req.op {
-	case rdma.OpRead, rdma.OpRecv:
-		wc.Length = uint32(w.length)
-	}
-	if w.has_imm != 0 {
-		wc.HasImm, wc.Imm = true, uint32(w.imm)
-	}
-	return req.signaled
+	return out
 }
 
 // settle waits, across calls, for the adapter to flush a dead connection. When

@@ -70,6 +70,12 @@ type outstanding struct {
 	id       uint64 // the caller's
 	op       rdma.Opcode
 	signaled bool // the caller wants to know of success
+
+	// Where completions come out of order: this one has come, and its turn has
+	// not.
+	ended  bool
+	status rdma.Status
+	length uint32
 }
 
 // ring holds the outstanding requests of a queue that completes in order. The
@@ -94,14 +100,16 @@ type sendQueue struct {
 	batch batch            // guarded by mu
 	ring  ring
 	quiet int // requests posted since the adapter was last asked to report; guarded by mu
-	opts  rdma.ConnOptions
+	// reportAll: the adapter completes requests out of order, so that a later
+	// completion says nothing of an earlier request, and each must be reported.
+	reportAll bool
 }
 
-func (q *sendQueue) init(qp *C.struct_ibv_qp, o rdma.ConnOptions) (err error) {
+func (q *sendQueue) init(qp *C.struct_ibv_qp, o rdma.ConnOptions, reportAll bool) (err error) {
 	if q.batch, err = newBatch(o.Segments); err != nil {
 		return err
 	}
-	q.qp, q.opts = qp, o
+	q.qp, q.reportAll = qp, reportAll
 	q.ring.init(o.SendDepth)
 	return nil
 }
@@ -182,7 +190,7 @@ func (c *conn) stage(wrs []rdma.WorkRequest) (int, error) {
 func (q *sendQueue) flags(wr *rdma.WorkRequest) C.uint32_t {
 	var f C.uint32_t
 	q.quiet++
-	if wr.Flags&rdma.WRSignaled != 0 || q.quiet >= len(q.ring.entries)/2 {
+	if wr.Flags&rdma.WRSignaled != 0 || q.reportAll || q.quiet >= len(q.ring.entries)/2 {
 		f |= C.IBV_SEND_SIGNALED
 		q.quiet = 0
 	}
