@@ -58,18 +58,15 @@ func TestConformance(t *testing.T) {
 		if err != nil || len(devs) == 0 {
 			t.Fatalf("devices: %v, %v", devs, err)
 		}
+		iwarp := devs[0].Info().Transport == "iWARP"
 		return rdmatest.Pair{
 			Passive: p, Active: newProvider(t),
 			Listen:      net.JoinHostPort(addr, "0"),
 			Patience:    patience,
 			BigRegion:   os.Getenv("RBLK_VERBS_BIG") != "",
-			LooseStatus: looseStatus(devs[0].Info(), t.Name()),
+			LooseStatus: iwarp || strings.HasSuffix(t.Name(), "/ReceiveTooSmall"), // rxe calls it an operation error
+			IWARP:       iwarp,
+			Siw:         iwarp && devs[0].Info().NUMANode < 0,
 		}
 	})
-}
-
-// looseStatus: siw ends a connection with a terminate message and flushes; rxe
-// calls a message that is too long for its receive an operation error.
-func looseStatus(dev rdma.DeviceInfo, test string) bool {
-	return dev.Transport == "iWARP" || strings.HasSuffix(test, "/ReceiveTooSmall")
 }

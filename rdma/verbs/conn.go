@@ -37,6 +37,10 @@ const (
 	// rnrForever is the retry count that means "until the peer is dead".
 	rnrForever = 7
 
+	// connectGrace is how long a cancelled Connect waits for a connect call
+	// under way. Only iWARP's can take longer, when the peer's host is silent.
+	connectGrace = 2 * time.Second
+
 	// flushGrace is how long a dead connection waits for the adapter to flush
 	// what is outstanding before it destroys the queue pair. Adapters need
 	// microseconds; waiting longer costs nothing but time, and waiting less
@@ -247,7 +251,8 @@ func (c *conn) connect(ctx context.Context, private []byte) error {
 	c.id.conn.Store(c)
 	p := c.param()
 	// iWARP connects TCP inside rdma_connect, which no context can interrupt:
-	// it runs beside, and when ctx ends first, is left to end by itself.
+	// it runs beside, and when it outlasts ctx by connectGrace, it is left to
+	// end by itself.
 	called := make(chan error, 1)
 	go func() {
 		rc, errno := C.rblk_connect(c.id.id, c.send.qp, &p, unsafe.Pointer(unsafe.SliceData(private)), C.uint8_t(len(private)))
@@ -263,12 +268,17 @@ func (c *conn) connect(ctx context.Context, private []byte) error {
 		}
 		return err
 	case <-ctx.Done():
-		go func() { // still counted among the provider's connections
+	}
+	select {
+	case <-called:
+		c.Close()
+	case <-time.After(connectGrace):
+		go func() { // the domain and the provider stay busy until then
 			<-called
 			c.Close()
 		}()
-		return ctx.Err()
 	}
+	return ctx.Err()
 }
 
 // finishConnect waits for the answer. InfiniBand and RoCE leave the queue pair

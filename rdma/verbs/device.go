@@ -45,6 +45,9 @@ type device struct {
 	// callers build on the order: the connection restores it.
 	reorders bool
 
+	// ballast works around a defect of libsiw, see addBallast.
+	ballast *C.struct_ibv_cq
+
 	async *asyncReader
 	gone  atomic.Bool // unplugged; set once
 }
@@ -59,13 +62,12 @@ func (p *provider) openDevice(dev *C.struct_ibv_device, name string) (*device, e
 		return nil, err
 	}
 	d := &device{p: p, name: name, ctx: ctx}
-	if err := d.learn(); err != nil {
-		C.ibv_close_device(ctx)
-		return nil, err
+	err := d.learn()
+	if err == nil {
+		d.async, err = startAsync(d)
 	}
-	var err error
-	if d.async, err = startAsync(d); err != nil {
-		C.ibv_close_device(ctx)
+	if err != nil {
+		d.closeContext()
 		return nil, err
 	}
 	i := d.info
@@ -86,7 +88,12 @@ func (d *device) learn() error {
 	d.iwarp = d.ctx.device.transport_type == C.IBV_TRANSPORT_IWARP
 	driver := d.driver()
 	d.readSinkRemoteWrite = d.iwarp && driver != "siw"
-	d.reorders = driver == "siw"
+	if driver == "siw" {
+		d.reorders = true
+		if err := d.addBallast(); err != nil {
+			return err
+		}
+	}
 	d.info = rdma.DeviceInfo{
 		Name:          d.name,
 		Transport:     "InfiniBand",
@@ -121,6 +128,18 @@ func (d *device) learn() error {
 		d.info.Caps |= rdma.CapRelaxedOrdering
 	}
 	return nil
+}
+
+// libsiw takes the mmap offset 0x90000, which comes up with the 17th connection,
+// for "no offset" (SIW_INVAL_UOBJ_KEY; rdma-core 44). A completion queue of
+// 32 Ki entries of 32 bytes, made first, lies across it.
+const siwBallast = 32 << 10
+
+// addBallast makes that queue; it costs siw, which is for tests, 1 MiB.
+func (d *device) addBallast() error {
+	cq, errno := C.rblk_create_cq(d.ctx, siwBallast, 0, nil)
+	d.ballast = cq
+	return errnoFromPtr("ibv_create_cq", cq == nil, errno)
 }
 
 // probeInline finds how many inline bytes a queue pair may have, which no
@@ -286,6 +305,13 @@ func (d *device) NewDomain() (rdma.ProtectionDomain, error) {
 // close ends the asynchronous reader and closes the context.
 func (d *device) close() error {
 	d.async.close()
+	return d.closeContext()
+}
+
+func (d *device) closeContext() error {
+	if d.ballast != nil {
+		C.ibv_destroy_cq(d.ballast)
+	}
 	return errnoFromRet("ibv_close_device", int(C.ibv_close_device(d.ctx)))
 }
 

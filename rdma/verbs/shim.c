@@ -6,8 +6,36 @@
 
 #include <arpa/inet.h>
 #include <errno.h>
+#include <pthread.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+
+// Go preempts its threads with SIGURG. A signal in the middle of a call that
+// sleeps in the kernel restarts the call, and drivers that had begun, such as
+// siw with its TCP handshake, then refuse. Such calls run with signals blocked.
+static void hold_signals(sigset_t *old)
+{
+	sigset_t all;
+
+	sigfillset(&all);
+	pthread_sigmask(SIG_SETMASK, &all, old);
+}
+
+static void release_signals(const sigset_t *old)
+{
+	int e = errno;
+
+	pthread_sigmask(SIG_SETMASK, old, NULL);
+	errno = e;
+}
+
+#define UNINTERRUPTED(result, call) do { \
+	sigset_t old_signals; \
+	hold_signals(&old_signals); \
+	result = call; \
+	release_signals(&old_signals); \
+} while (0)
 
 struct rblk_batch *rblk_batch_new(unsigned segments)
 {
@@ -227,20 +255,27 @@ static struct rdma_conn_param conn_param(struct ibv_qp *qp, const struct rblk_pa
 int rblk_connect(struct rdma_cm_id *id, struct ibv_qp *qp, const struct rblk_param *p, const void *data, uint8_t len)
 {
 	struct rdma_conn_param c = conn_param(qp, p, data, len);
+	int r;
 
-	return rdma_connect(id, &c);
+	UNINTERRUPTED(r, rdma_connect(id, &c));
+	return r;
 }
 
 int rblk_accept(struct rdma_cm_id *id, struct ibv_qp *qp, const struct rblk_param *p, const void *data, uint8_t len)
 {
 	struct rdma_conn_param c = conn_param(qp, p, data, len);
+	int r;
 
-	return rdma_accept(id, &c);
+	UNINTERRUPTED(r, rdma_accept(id, &c));
+	return r;
 }
 
 struct ibv_cq *rblk_create_cq(struct ibv_context *ctx, int depth, uint64_t handle, struct ibv_comp_channel *ch)
 {
-	return ibv_create_cq(ctx, depth, (void *)(uintptr_t)handle, ch, 0);
+	struct ibv_cq *r;
+
+	UNINTERRUPTED(r, ibv_create_cq(ctx, depth, (void *)(uintptr_t)handle, ch, 0));
+	return r;
 }
 
 struct ibv_qp *rblk_create_qp(struct ibv_pd *pd, struct ibv_cq *cq, struct ibv_srq *srq, uint64_t handle, struct ibv_qp_cap *cap)
@@ -253,8 +288,9 @@ struct ibv_qp *rblk_create_qp(struct ibv_pd *pd, struct ibv_cq *cq, struct ibv_s
 		.cap = *cap,
 		.qp_type = IBV_QPT_RC,
 	};
-	struct ibv_qp *qp = ibv_create_qp(pd, &a);
+	struct ibv_qp *qp;
 
+	UNINTERRUPTED(qp, ibv_create_qp(pd, &a));
 	if (qp)
 		*cap = a.cap;
 	return qp;
@@ -263,13 +299,18 @@ struct ibv_qp *rblk_create_qp(struct ibv_pd *pd, struct ibv_cq *cq, struct ibv_s
 struct ibv_srq *rblk_create_srq(struct ibv_pd *pd, unsigned depth, unsigned segments)
 {
 	struct ibv_srq_init_attr a = { .attr = { .max_wr = depth, .max_sge = segments } };
+	struct ibv_srq *r;
 
-	return ibv_create_srq(pd, &a);
+	UNINTERRUPTED(r, ibv_create_srq(pd, &a));
+	return r;
 }
 
 struct ibv_mr *rblk_reg_mr(struct ibv_pd *pd, uint64_t addr, size_t len, unsigned access)
 {
-	return ibv_reg_mr(pd, (void *)(uintptr_t)addr, len, access);
+	struct ibv_mr *r;
+
+	UNINTERRUPTED(r, ibv_reg_mr(pd, (void *)(uintptr_t)addr, len, access));
+	return r;
 }
 
 int rblk_async_next(struct ibv_context *ctx, struct rblk_async *ev)
