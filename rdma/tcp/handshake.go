@@ -68,11 +68,20 @@ func decodeGreeting(b []byte) (greeting, error) {
 	if g.version != helloVersion {
 		return g, nil
 	}
-	if n > len(b)-24 || g.reads > maxReads {
-		return g, fmt.Errorf("%w: greeting", rdma.ErrProtocol)
+	if n > len(b)-24 || g.reads > maxReads || !allZero(b[19:24]) || !allZero(b[24+n:]) {
+		return g, fmt.Errorf("%w: malformed greeting", rdma.ErrProtocol)
 	}
 	g.data = b[24 : 24+n : 24+n]
 	return g, nil
+}
+
+func allZero(b []byte) bool {
+	for _, x := range b {
+		if x != 0 {
+			return false
+		}
+	}
+	return true
 }
 
 // terms is what a connection has agreed on.
@@ -195,7 +204,7 @@ func dial(ctx context.Context, sock *net.TCPConn, d *domain, opts rdma.ConnOptio
 	case g.result == resultRejected:
 		return nil, &rdma.RejectError{Reason: g.data}
 	case g.result != resultAccepted || len(g.data) > rdma.MaxPrivateData:
-		return nil, fmt.Errorf("%w: greeting", rdma.ErrProtocol)
+		return nil, fmt.Errorf("%w: greeting with result %d and %d bytes", rdma.ErrProtocol, g.result, len(g.data))
 	}
 	return newConn(sock, d, opts, terms{
 		reads: min(opts.ReadDepth, int(g.reads)), rnr: time.Duration(g.rnr) * time.Millisecond, private: g.data,

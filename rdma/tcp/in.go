@@ -8,9 +8,12 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"runtime"
 	"syscall"
 	"time"
 	"unsafe"
+
+	"golang.org/x/sys/unix"
 
 	"rblk/rdma"
 )
@@ -159,6 +162,10 @@ func (in *incoming) step(block bool) bool {
 		}
 		if produced && c.manual {
 			return true
+		}
+		if produced {
+			// The waiter first: it has work, this goroutine only expects some.
+			runtime.Gosched()
 		}
 		before = c.tail()
 		if err := in.read(block); err != nil {
@@ -370,6 +377,11 @@ func (in *incoming) refuse(seq uint64, s rdma.Status) error {
 func (in *incoming) receive(h header, block bool) error {
 	c := in.c
 	var timer *time.Timer
+	defer func() {
+		if timer != nil {
+			timer.Stop()
+		}
+	}()
 	for {
 		if ok, err := in.takeRecv(h); ok || err != nil {
 			in.stalled = time.Time{}
@@ -387,14 +399,22 @@ func (in *incoming) receive(h header, block bool) error {
 		if !block || in.cutoff() {
 			return errInterrupted
 		}
-		if timer == nil && c.rnr > 0 {
-			timer = time.AfterFunc(c.rnr-time.Since(in.stalled), func() {
-				c.mu.Lock()
-				defer c.mu.Unlock()
-				c.cond.Broadcast()
-			})
-			defer timer.Stop()
+		// Nobody reads the socket meanwhile, so the peer's end is looked for.
+		if c.hungUp() {
+			return io.ErrUnexpectedEOF
 		}
+		next := stallCheck
+		if c.rnr > 0 {
+			next = min(next, c.rnr-time.Since(in.stalled))
+		}
+		if timer != nil {
+			timer.Stop()
+		}
+		timer = time.AfterFunc(next, func() {
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			c.cond.Broadcast()
+		})
 		// What was answered so far must not wait with us.
 		c.out.flush()
 		if c.cqHead != c.cqTail {
@@ -405,6 +425,21 @@ func (in *incoming) receive(h header, block bool) error {
 		}
 		c.cond.Wait()
 	}
+}
+
+// stallCheck is how often a connection that waits for a receive looks whether
+// its peer is still there.
+const stallCheck = time.Second
+
+// hungUp tells whether the peer has closed or the kernel has given it up.
+func (c *conn) hungUp() bool {
+	gone := false
+	err := c.raw.Control(func(fd uintptr) {
+		p := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLRDHUP}}
+		n, err := unix.Poll(p, 0)
+		gone = err == nil && n > 0 && p[0].Revents&(unix.POLLRDHUP|unix.POLLHUP|unix.POLLERR) != 0
+	})
+	return gone || err != nil
 }
 
 // takeRecv takes a receive if there is one, and finds its memory, which may
