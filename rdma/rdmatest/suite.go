@@ -91,6 +91,7 @@ var tests = []struct {
 	{"ReadAfterWrite", testReadAfterWrite},
 	{"SendAfterWrite", testSendAfterWrite},
 	{"Fence", testFence},
+	{"Random", testRandom},
 	{"Flood", testFlood},
 	{"ConcurrentPost", testConcurrentPost},
 	{"TinyQueues", testTinyQueues},
