@@ -89,6 +89,20 @@ var _ rdma.Conn = (*conn)(nil)
 // tcpUserTimeout is TCP_USER_TIMEOUT of tcp(7), which package syscall lacks.
 const tcpUserTimeout = 18
 
+// detectDeath makes the kernel break the connection when the peer's machine is
+// silent for userTimeout, with bytes under way or without.
+func detectDeath(sock *net.TCPConn, raw syscall.RawConn) error {
+	probes := net.KeepAliveConfig{Enable: true, Idle: userTimeout / 2, Interval: userTimeout / 4, Count: 2}
+	if err := sock.SetKeepAliveConfig(probes); err != nil {
+		return err
+	}
+	var err error
+	ctlErr := raw.Control(func(fd uintptr) {
+		err = syscall.SetsockoptInt(int(fd), syscall.IPPROTO_TCP, tcpUserTimeout, int(userTimeout.Milliseconds()))
+	})
+	return errors.Join(err, ctlErr)
+}
+
 // newConn takes sock over when it succeeds. The connection does nothing until
 // start.
 func newConn(sock *net.TCPConn, d *domain, o rdma.ConnOptions, t terms) (*conn, error) {
@@ -105,10 +119,7 @@ func newConn(sock *net.TCPConn, d *domain, o rdma.ConnOptions, t terms) (*conn, 
 			SendDepth: o.SendDepth, RecvDepth: o.RecvDepth, ReadDepth: t.reads, Segments: o.Segments, Inline: o.Inline,
 		},
 	}
-	err = raw.Control(func(fd uintptr) {
-		_ = syscall.SetsockoptInt(int(fd), syscall.IPPROTO_TCP, tcpUserTimeout, int(userTimeout.Milliseconds()))
-	})
-	if err != nil {
+	if err := detectDeath(sock, raw); err != nil {
 		return nil, err
 	}
 	c.cond = sync.NewCond(&c.mu)
