@@ -5,6 +5,7 @@ package rdmatest
 import (
 	"bytes"
 	"errors"
+	"runtime"
 	"time"
 
 	"rblk/rdma"
@@ -69,6 +70,67 @@ func testReceivePostedLate(r *rig) {
 		if c.Length != recvSize || !bytes.Equal(l.b.mem[at:at+recvSize], l.a.mem[:recvSize]) {
 			l.Fatalf("message %d: %d bytes, or wrong ones", i, c.Length)
 		}
+	}
+}
+
+// testPolling: nothing but Poll on either side, and what came before a message
+// that waits for a receive is answered all the same.
+func testPolling(r *rig) {
+	if r.pair.IWARP {
+		return
+	}
+	l := r.connect(linkOptions{unserved: true})
+	deadline := time.Now().Add(r.pair.Patience)
+	poll := func(s *side, id uint64) {
+		r.Helper()
+		var wc [4]rdma.Completion
+		for time.Now().Before(deadline) {
+			for _, other := range []*side{l.a, l.b} {
+				n, err := other.conn.Poll(wc[:1])
+				r.must(err, other.name, ": poll")
+				if n == 0 {
+					continue
+				}
+				if other != s || wc[0].ID != id || wc[0].Status != rdma.StatusOK {
+					r.Fatalf("%s: completion %+v, want %d of the %s side", other.name, wc[0], id, s.name)
+				}
+				return
+			}
+			runtime.Gosched()
+		}
+		r.Fatalf("%s: no completion %d in time", s.name, id)
+	}
+	for i := range uint64(20) {
+		l.a.post(l.a.readWR(1, l.b, 0, 0, 50_000), l.a.sendWR(2, 0, 8))
+		poll(l.a, 1)
+		if n, err := l.b.conn.PostRecv([]rdma.RecvRequest{recvAt(l.b.mr, 0)}); n != 1 || err != nil {
+			l.Fatalf("PostRecv: %d, %v", n, err)
+		}
+		// The message's two ends may be reported in either order.
+		l.b.post(l.b.writeWR(3, l.a, 100_000+i, 0, 100))
+		l.awaitBoth(map[string]map[uint64]bool{"active": {2: true}, "passive": {0: true, 3: true}}, deadline)
+	}
+}
+
+// awaitBoth polls both sides until each has reported its ids.
+func (l *link) awaitBoth(want map[string]map[uint64]bool, deadline time.Time) {
+	l.Helper()
+	var wc [4]rdma.Completion
+	for len(want["active"])+len(want["passive"]) > 0 {
+		if time.Now().After(deadline) {
+			l.Fatalf("no completions of %v in time", want)
+		}
+		for _, s := range []*side{l.a, l.b} {
+			n, err := s.conn.Poll(wc[:])
+			l.must(err, s.name, ": poll")
+			for _, c := range wc[:n] {
+				if !want[s.name][c.ID] || c.Status != rdma.StatusOK {
+					l.Fatalf("%s: completion %+v", s.name, c)
+				}
+				delete(want[s.name], c.ID)
+			}
+		}
+		runtime.Gosched()
 	}
 }
 

@@ -97,6 +97,7 @@ var tests = []struct {
 	{"TinyQueues", testTinyQueues},
 	{"Messages", testMessages},
 	{"ReceivePostedLate", testReceivePostedLate},
+	{"Polling", testPolling},
 	{"ReceiverNeverReady", testReceiverNeverReady},
 	{"ReceiveTooSmall", testReceiveTooSmall},
 	{"SharedReceive", testSharedReceive},

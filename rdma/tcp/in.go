@@ -394,6 +394,12 @@ func (in *incoming) receive(h header, block bool) error {
 		if in.stalled.IsZero() {
 			in.stalled = time.Now()
 		}
+		if c.out.due() {
+			// What was answered so far must not wait with us. The lock was
+			// given up: look again.
+			c.out.flush()
+			continue
+		}
 		if c.rnr > 0 && time.Since(in.stalled) >= c.rnr {
 			return in.refuse(h.seq, rdma.StatusRNRRetryExceeded)
 		}
@@ -416,8 +422,6 @@ func (in *incoming) receive(h header, block bool) error {
 			defer c.mu.Unlock()
 			c.cond.Broadcast()
 		})
-		// What was answered so far must not wait with us.
-		c.out.flush()
 		if c.cqHead != c.cqTail {
 			if c.manual {
 				return errInterrupted

@@ -139,11 +139,16 @@ func (o *outgoing) drop() {
 	o.head, o.tail, o.off = nil, nil, 0
 }
 
+// due tells whether flush would write. Caller holds conn.mu.
+func (o *outgoing) due() bool {
+	return !o.writing && (o.c.err == nil || o.nak) && (o.head != nil || o.ackDue && !o.ack.queued && !o.nak)
+}
+
 // flush writes what is queued, as far as the socket takes it at once; the rest
 // is a goroutine's. Caller holds conn.mu, which is given up over system calls.
 func (o *outgoing) flush() {
 	o.pushAck()
-	if o.writing || o.head == nil || o.c.err != nil && !o.nak {
+	if !o.due() {
 		return
 	}
 	o.writing = true
