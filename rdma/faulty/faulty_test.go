@@ -17,11 +17,14 @@ import (
 	"rblk/rdma/tcp"
 )
 
-const patience = 30 * time.Second
+const (
+	patience  = 30 * time.Second
+	handshake = 2 * time.Second // short: tests wait it out
+)
 
 func newTCP(t testing.TB) rdma.Provider {
 	t.Helper()
-	p, err := tcp.New(tcp.Options{HandshakeTime: 500 * time.Millisecond})
+	p, err := tcp.New(tcp.Options{HandshakeTime: handshake})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -38,7 +41,7 @@ func TestConformance(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			rdmatest.Run(t, func(tb testing.TB) rdmatest.Pair {
 				p := faulty.Wrap(newTCP(tb), rules...)
-				return rdmatest.Pair{Active: p, Passive: p, Listen: "127.0.0.1:0", RequestLife: 500 * time.Millisecond, NoChild: true}
+				return rdmatest.Pair{Active: p, Passive: p, Listen: "127.0.0.1:0", RequestLife: handshake, NoChild: true}
 			})
 		})
 	}

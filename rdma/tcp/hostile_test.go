@@ -415,3 +415,46 @@ func TestLyingListener(t *testing.T) {
 		<-done
 	}
 }
+
+// TestLastWords: a refusal that came in before the peer closed is reported, even
+// if this side has met the closed socket in the meantime.
+func TestLastWords(t *testing.T) {
+	accept := (&greeting{version: helloVersion, result: resultAccepted, reads: 4}).encode(replySize)
+	for _, manual := range []bool{true, false} {
+		s := newSide(t, 1<<16, rdma.AccessLocalWrite)
+		addr, done := liar(t, accept, func(c net.Conn) {
+			io.ReadFull(c, make([]byte, headerSize))
+			c.Write(frameBytes(header{typ: frameNak, status: rdma.StatusRemoteAccess}))
+		})
+		ctx, cancel := context.WithTimeout(context.Background(), patience)
+		r, err := s.p.Resolve(ctx, addr)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if s.c, err = r.Connect(ctx, s.pd, rdma.ConnOptions{ManualProgress: manual}, nil); err != nil {
+			t.Fatal(err)
+		}
+		post := func(id uint64) bool {
+			n, _ := s.c.Post([]rdma.WorkRequest{{ID: id, Op: rdma.OpRead, Flags: rdma.WRSignaled, Local: []rdma.Segment{rdma.Seg(s.mr, 0, 8)}}})
+			return n == 1
+		}
+		if !post(0) {
+			t.Fatal("not posted")
+		}
+		<-done
+		posted := uint64(1)
+		for posted < 5 && post(posted) {
+			posted++
+		}
+		completed(t, s.c, 0, rdma.StatusRemoteAccess)
+		for i := uint64(1); i < posted; i++ {
+			completed(t, s.c, i, rdma.StatusFlushed)
+		}
+		var wc [1]rdma.Completion
+		if _, err := s.c.Wait(ctx, wc[:]); !errors.Is(err, rdma.StatusRemoteAccess.Err()) {
+			t.Fatal(err)
+		}
+		s.close(t)
+		cancel()
+	}
+}

@@ -54,6 +54,7 @@ type outgoing struct {
 	ackSeq     uint64
 	nak        bool // a NAK is queued: the connection ends behind it
 	nakSent    bool
+	gone       bool // the peer takes no more bytes
 	nakFrame   frame
 
 	// the writer's
@@ -141,7 +142,7 @@ func (o *outgoing) drop() {
 
 // due tells whether flush would write. Caller holds conn.mu.
 func (o *outgoing) due() bool {
-	return !o.writing && (o.c.err == nil || o.nak) && (o.head != nil || o.ackDue && !o.ack.queued && !o.nak)
+	return !o.writing && !o.gone && (o.c.err == nil || o.nak) && (o.head != nil || o.ackDue && !o.ack.queued && !o.nak)
 }
 
 // flush writes what is queued, as far as the socket takes it at once; the rest
@@ -165,7 +166,7 @@ func (o *outgoing) flush() {
 // must see to it that somebody carries on as the writer. Caller holds conn.mu.
 func (o *outgoing) write(how func(uintptr) bool) (full bool) {
 	c := o.c
-	for o.head != nil && (c.err == nil || o.nak) {
+	for o.head != nil && !o.gone && (c.err == nil || o.nak) {
 		o.gather()
 		c.sqGiven = max(c.sqGiven, o.given)
 		c.mu.Unlock()
@@ -180,7 +181,12 @@ func (o *outgoing) write(how func(uintptr) bool) (full bool) {
 		}
 		if err != nil {
 			o.nak = false
-			c.fail(lost(err))
+			if err = lost(err); c.err == nil && errors.Is(err, rdma.ErrDisconnected) {
+				// The reader tells why: a NAK may have come before the end.
+				o.gone = true
+			} else {
+				c.fail(err)
+			}
 			break
 		}
 		o.advance(o.wrote)
