@@ -140,7 +140,7 @@ func isTimeout(err error) bool {
 // TestGarbageAtListener: peers that send one byte, garbage, half a hello or
 // nothing are dropped, while another connection works and new ones come in.
 func TestGarbageAtListener(t *testing.T) {
-	tg := newTarget(t, Options{HandshakeTime: 200 * time.Millisecond, HalfOpen: 8})
+	tg := newTarget(t, Options{HandshakeTime: time.Second, HalfOpen: 16})
 	good := tg.dial()
 	hello := (&greeting{version: helloVersion, reads: 4}).encode(helloSize)
 	rnd := rand.New(rand.NewPCG(1, 2))
@@ -148,6 +148,7 @@ func TestGarbageAtListener(t *testing.T) {
 	for i := range random {
 		random[i] = byte(rnd.Uint32())
 	}
+	var crowd []net.Conn
 	for name, bytes := range map[string][]byte{
 		"nothing": nil, "one byte": hello[:1], "one byte of garbage": {0}, "random": random,
 		"cut hello": hello[:helloSize-1], "http": []byte("GET / HTTP/1.1\r\nHost: x\r\n\r\n" + strings.Repeat("x", 100)),
@@ -155,15 +156,17 @@ func TestGarbageAtListener(t *testing.T) {
 	} {
 		c := tg.raw()
 		if _, err := c.Write(bytes); err != nil {
-			t.Fatal(err)
+			t.Fatal(name, err)
 		}
-		tg.works(good)
+		crowd = append(crowd, c)
+	}
+	tg.works(good)
+	for _, c := range crowd {
 		dropped(t, c)
 		c.Close()
-		t.Log(name)
 	}
 	// A crowd that stalls does not keep a proper peer out.
-	var crowd []net.Conn
+	crowd = nil
 	for range 40 {
 		c := tg.raw()
 		crowd = append(crowd, c)
