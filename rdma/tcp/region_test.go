@@ -180,3 +180,58 @@ func fillWith(b []byte, x byte) {
 		b[i] = x
 	}
 }
+
+// TestDeregisterHeldByOwnRequest: a region that this side's own request still
+// names, against the rules, is let go by breaking the connection.
+func TestDeregisterHeldByOwnRequest(t *testing.T) {
+	accept := (&greeting{version: helloVersion, result: resultAccepted, reads: 4}).encode(replySize)
+	s := newSide(t, 4096, rdma.AccessLocalWrite)
+	goOn := make(chan struct{})
+	addr, done := liar(t, accept, func(net.Conn) { <-goOn })
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	r, err := s.p.Resolve(ctx, addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if s.c, err = r.Connect(ctx, s.pd, rdma.ConnOptions{}, nil); err != nil {
+		t.Fatal(err)
+	}
+	mr, err := s.pd.Register(mapMem(t, 4096), rdma.AccessLocalWrite)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if n, err := s.c.Post([]rdma.WorkRequest{{ID: 5, Op: rdma.OpRead, Local: []rdma.Segment{rdma.Seg(mr, 0, 8)}}}); n != 1 {
+		t.Fatal(err)
+	}
+	if err := mr.Deregister(); err != nil {
+		t.Fatal(err)
+	}
+	completed(t, s.c, 5, rdma.StatusFlushed)
+	<-s.c.Done()
+	close(goOn)
+	<-done
+	s.close(t)
+}
+
+// TestHalfAMessage: the receive that a cut message was going to is flushed, once.
+func TestHalfAMessage(t *testing.T) {
+	tg := newTarget(t, Options{})
+	raw := tg.shake()
+	c := <-tg.conns
+	defer c.Close()
+	for i := range uint64(2) {
+		rr := rdma.RecvRequest{ID: i, Local: []rdma.Segment{rdma.Seg(tg.side.mr, i*64, 64)}}
+		if n, err := c.PostRecv([]rdma.RecvRequest{rr}); n != 1 {
+			t.Fatal(err)
+		}
+	}
+	raw.Write(frameBytes(header{typ: frameSend, length: 64}, 1, 2, 3))
+	raw.Close()
+	completed(t, c, 0, rdma.StatusFlushed)
+	completed(t, c, 1, rdma.StatusFlushed)
+	var wc [1]rdma.Completion
+	if n, err := c.Wait(tg.ctx, wc[:]); n != 0 || err == nil {
+		t.Fatal(wc[0], err)
+	}
+}
