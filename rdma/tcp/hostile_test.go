@@ -21,14 +21,14 @@ const patience = 30 * time.Second
 
 // target listens and accepts everybody, with a region that peers may read.
 type target struct {
-	*testing.T
+	testing.TB
 	ctx   context.Context
 	side  *side
 	l     rdma.Listener
 	conns chan rdma.Conn
 }
 
-func newTarget(t *testing.T, opts Options) *target {
+func newTarget(t testing.TB, opts Options) *target {
 	t.Helper()
 	t.Cleanup(func() { goleak.VerifyNone(t) })
 	p, err := New(opts)
@@ -41,7 +41,7 @@ func newTarget(t *testing.T, opts Options) *target {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 4*patience)
-	tg := &target{T: t, ctx: ctx, side: &side{p: p, pd: pd, mem: mapMem(t, 1<<20)}, conns: make(chan rdma.Conn, 1000)}
+	tg := &target{TB: t, ctx: ctx, side: &side{p: p, pd: pd, mem: mapMem(t, 1<<20)}, conns: make(chan rdma.Conn, 1000)}
 	tg.side.mr, err = pd.Register(tg.side.mem, rdma.AccessLocalWrite|rdma.AccessRemoteRead|rdma.AccessRemoteWrite)
 	if err != nil {
 		t.Fatal(err)
@@ -125,7 +125,7 @@ func (tg *target) works(c rdma.Conn) {
 }
 
 // dropped checks that the target ends the connection, and drains what it sent.
-func dropped(t *testing.T, c net.Conn) {
+func dropped(t testing.TB, c net.Conn) {
 	t.Helper()
 	if _, err := io.Copy(io.Discard, c); errors.Is(err, context.DeadlineExceeded) || isTimeout(err) {
 		t.Fatal("the connection was not dropped")

@@ -434,7 +434,7 @@ func (in *incoming) receive(h header, block bool) error {
 
 // stallCheck is how often a connection that waits for a receive looks whether
 // its peer is still there.
-const stallCheck = time.Second
+const stallCheck = 100 * time.Millisecond
 
 // hungUp tells whether the peer has closed or the kernel has given it up.
 func (c *conn) hungUp() bool {

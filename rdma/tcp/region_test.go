@@ -165,7 +165,7 @@ func TestEarlyAck(t *testing.T) {
 }
 
 // completed waits for a completion.
-func completed(t *testing.T, c rdma.Conn, id uint64, s rdma.Status) {
+func completed(t testing.TB, c rdma.Conn, id uint64, s rdma.Status) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
