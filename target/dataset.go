@@ -9,7 +9,6 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -310,9 +309,8 @@ func (d *data) mapRange(ctx context.Context, s *session, r wire.Range, intent wi
 		return refuse(r, wire.StatusAgain)
 	}
 	defer d.stage.release(e)
-	passing := slices.ContainsFunc(d.stage.badOf(e), func(b badRange) bool { return b.status != wire.StatusStale })
-	if passing && !fresh {
-		d.stage.repair(ctx, e)
+	if !fresh && d.stage.lacks(e) {
+		d.stage.refresh(ctx, e)
 	}
 	return d.pieces(s, e, r)
 }
@@ -320,10 +318,10 @@ func (d *data) mapRange(ctx context.Context, s *session, r wire.Range, intent wi
 // pieces answers for the part of r that lies in e.
 func (d *data) pieces(s *session, e *extent, r wire.Range) []wire.Grant {
 	base := e.index * extentSize
-	end := min(int64(r.Offset+r.Length), base+e.n)
-	bad := d.stage.badOf(e)
+	n, bad := d.stage.contents(e)
+	end := min(int64(r.Offset+r.Length), base+n)
 	if len(bad) == 0 {
-		return []wire.Grant{s.grantFrame(d.stage, e, base, e.n)}
+		return []wire.Grant{s.grantFrame(d.stage, e, base, n)}
 	}
 	var grants []wire.Grant
 	off := int64(r.Offset)
@@ -342,7 +340,7 @@ func (d *data) pieces(s *session, e *extent, r wire.Range) []wire.Grant {
 		off = b.off + b.n
 	}
 	if off < end && len(grants) < maxPieces {
-		next := base + e.n
+		next := base + n
 		for _, b := range bad {
 			if b.off >= off {
 				next = b.off
@@ -350,6 +348,9 @@ func (d *data) pieces(s *session, e *extent, r wire.Range) []wire.Grant {
 			}
 		}
 		grants = append(grants, s.grantFrame(d.stage, e, off, next-off))
+	}
+	if len(grants) == 0 {
+		return refuse(r, wire.StatusAgain) // the epoch ended before r was read
 	}
 	return grants
 }

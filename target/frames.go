@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -178,7 +179,6 @@ const (
 // extent is an extent that has a frame or is getting one.
 type extent struct {
 	index int64
-	n     int64         // bytes: extentSize, less at the volume's end
 	ready chan struct{} // closed when filling has ended
 	gone  chan struct{} // closed when the frame is free again
 
@@ -187,6 +187,7 @@ type extent struct {
 	// guarded by stager.mu
 	state extentState
 	frame *frame // nil while waiting and filling
+	n     int64  // bytes: extentSize, less at the volume's end
 	bad   []badRange
 	pins  int // grants, and MAPs at work
 	holds map[*grant]struct{}
@@ -317,8 +318,9 @@ func (st *stager) load(ctx context.Context, e *extent, wait bool) error {
 	if err == nil {
 		st.mu.Lock()
 		e.state = stateFilling
+		n := e.n
 		st.mu.Unlock()
-		bad = st.store.fill(ctx, e.index*extentSize, f.mem[:e.n])
+		bad = st.store.fill(ctx, e.index*extentSize, f.mem[:n])
 	}
 	st.mu.Lock()
 	defer st.mu.Unlock()
@@ -340,9 +342,10 @@ func (st *stager) load(ctx context.Context, e *extent, wait bool) error {
 	return nil
 }
 
-// repair reads what failed for a reason that may have passed once more. Nobody
-// has been granted those ranges.
-func (st *stager) repair(ctx context.Context, e *extent) {
+// refresh reads what is missing in a pinned extent: ranges that failed for a
+// reason that may have passed, and what the volume has grown by. Nobody has been
+// granted those.
+func (st *stager) refresh(ctx context.Context, e *extent) {
 	select {
 	case e.repairs <- struct{}{}:
 		defer func() { <-e.repairs }()
@@ -350,8 +353,13 @@ func (st *stager) repair(ctx context.Context, e *extent) {
 		return
 	}
 	base := e.index * extentSize
+	n, old := st.contents(e)
+	if now := min(extentSize, st.store.size()-base); now > n {
+		old = append(slices.Clone(old), badRange{base + n, now - n, wire.StatusAgain})
+		n = now
+	}
 	var bad []badRange
-	for _, b := range st.badOf(e) {
+	for _, b := range old {
 		if b.status == wire.StatusStale {
 			bad = append(bad, b)
 			continue
@@ -360,14 +368,21 @@ func (st *stager) repair(ctx context.Context, e *extent) {
 	}
 	st.mu.Lock()
 	defer st.mu.Unlock()
-	e.bad = bad
+	e.n, e.bad = n, bad
 }
 
-// badOf are the ranges of a pinned extent that have no right bytes.
-func (st *stager) badOf(e *extent) []badRange {
+// contents of a pinned extent: how many bytes, and which of them are not right.
+func (st *stager) contents(e *extent) (n int64, bad []badRange) {
 	st.mu.Lock()
 	defer st.mu.Unlock()
-	return e.bad
+	return e.n, e.bad
+}
+
+// lacks tells whether refresh could bring more.
+func (st *stager) lacks(e *extent) bool {
+	n, bad := st.contents(e)
+	return n < min(extentSize, st.store.size()-e.index*extentSize) ||
+		slices.ContainsFunc(bad, func(b badRange) bool { return b.status != wire.StatusStale })
 }
 
 // pinLocked adds a pin. Caller holds mu.
