@@ -75,6 +75,9 @@ func (p *plan) pin() {
 		b := v.pinned(s, num, hi)
 		w.blocks = append(w.blocks, b)
 		s.served += uint64(hi - lo)
+		if b.marked {
+			b.marked, p.touched = false, b.stream
+		}
 		if got := need & b.ahead; got != 0 {
 			p.touched = b.stream
 			b.ahead &^= got
@@ -154,7 +157,7 @@ func (v *Volume) observe(p *plan) {
 func (v *Volume) fetch(ctx context.Context, p *plan, first bool) error {
 	flights, err := v.prepare(p.claims, volume.LaneDemand)
 	if err != nil {
-		v.unclaim(p.claims, err)
+		v.unclaim(p.claims, err, true)
 		p.claims = nil
 		return err
 	}
@@ -239,7 +242,9 @@ type flight struct {
 	reserved int64 // read-ahead: its own
 	segs     []segment
 	segs1    [1]segment
+	pumped   bool      // by a prefetch
 	began    time.Time // read-ahead
+	sent     int64     // bytes that had been delivered then
 }
 
 // prepare takes frames for the claimed pages and cuts them into flights, as few
@@ -377,13 +382,13 @@ func (v *Volume) decide(g segment, err error, demand bool) {
 }
 
 // unclaim gives claims up that were never submitted.
-func (v *Volume) unclaim(claims []segment, err error) {
+func (v *Volume) unclaim(claims []segment, err error, demand bool) {
 	for _, c := range claims {
 		s := c.b.shard
 		s.mu.Lock()
 		s.queue.Grow(&c.b.node, int32(bits.OnesCount16(c.mask))) // decide takes it off again
 		s.mu.Unlock()
-		v.decide(c, err, true)
+		v.decide(c, err, demand)
 	}
 }
 
