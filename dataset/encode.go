@@ -7,11 +7,11 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"io"
 	"math"
 
 	"github.com/cespare/xxhash/v2"
 	"github.com/klauspost/compress/zstd"
-	"golang.org/x/sys/unix"
 )
 
 // ErrCorrupt: bytes that are no manifest, or one that breaks its own rules.
@@ -24,64 +24,138 @@ const (
 	fileMagic   = "RBLKDSET"
 	fileVersion = 1
 
-	nodeSize  = 92
+	nodeSize  = 72
 	entrySize = 12
 
-	maxName    = 255
-	maxSymlink = 4095
+	maxName       = 255     // NAME_MAX
+	maxSymlink    = 4095    // PATH_MAX less its NUL
+	maxXattrValue = 1 << 16 // XATTR_SIZE_MAX
+	maxLayout     = 64      // bytes of a layout id
 )
 
 var le = binary.LittleEndian
 
+// encoder writes little-endian in large pieces, and sums up what it wrote. The
+// first error of the writer stays.
+type encoder struct {
+	w   io.Writer
+	b   []byte
+	sum xxhash.Digest
+	err error
+}
+
+// encoderPiece is the most that an encoder holds back.
+const encoderPiece = 64 << 10
+
+func newEncoder(w io.Writer) *encoder {
+	e := &encoder{w: w, b: make([]byte, 0, encoderPiece)}
+	e.sum.Reset()
+	return e
+}
+
+func (e *encoder) flush() {
+	if e.err == nil {
+		e.sum.Write(e.b)
+		_, e.err = e.w.Write(e.b)
+	}
+	e.b = e.b[:0]
+}
+
+// room makes sure that n bytes can be appended to e.b.
+func (e *encoder) room(n int) {
+	if len(e.b)+n > cap(e.b) {
+		e.flush()
+	}
+}
+
+func (e *encoder) u16(v uint16) { e.room(2); e.b = le.AppendUint16(e.b, v) }
+func (e *encoder) u32(v uint32) { e.room(4); e.b = le.AppendUint32(e.b, v) }
+func (e *encoder) u64(v uint64) { e.room(8); e.b = le.AppendUint64(e.b, v) }
+func (e *encoder) span(s span)  { e.u32(s.off); e.u32(s.n) }
+
+func (e *encoder) str(s string) {
+	for len(s) > 0 {
+		e.room(1)
+		n := min(len(s), cap(e.b)-len(e.b))
+		e.b = append(e.b, s[:n]...)
+		s = s[n:]
+	}
+}
+
+// finish writes the sum of all before it.
+func (e *encoder) finish() error {
+	e.flush()
+	e.u64(e.sum.Sum64())
+	e.flush()
+	return e.err
+}
+
+// EncodedSize is the length of the manifest's encoding.
+func (m *Manifest) EncodedSize() int64 {
+	return int64(len(fileMagic)) + 4 + 8 + 8 + 2 + int64(len(m.layout)) + 5*8 + 8 +
+		int64(len(m.nodes))*nodeSize + int64(len(m.entries))*entrySize +
+		int64(len(m.names)) + int64(len(m.links)) + int64(len(m.xattrs))
+}
+
 // Encode returns the manifest's encoding.
 func (m *Manifest) Encode() []byte {
-	b := make([]byte, 0, 128+len(m.nodes)*nodeSize+len(m.entries)*entrySize+len(m.names)+len(m.links)+len(m.xattrs))
-	b = append(b, fileMagic...)
-	b = le.AppendUint32(b, fileVersion)
-	b = le.AppendUint64(b, m.generation)
-	b = le.AppendUint64(b, m.size)
-	b = le.AppendUint16(b, uint16(len(m.layout)))
-	b = append(b, m.layout...)
-	b = le.AppendUint64(b, uint64(len(m.nodes)))
+	var b bytes.Buffer
+	b.Grow(int(m.EncodedSize()))
+	m.write(newEncoder(&b)) // a Buffer does not fail
+	return b.Bytes()
+}
+
+// write encodes the manifest, sum and all.
+func (m *Manifest) write(e *encoder) error {
+	e.str(fileMagic)
+	e.u32(fileVersion)
+	e.u64(m.generation)
+	e.u64(m.size)
+	e.u16(uint16(len(m.layout)))
+	e.str(m.layout)
+	e.u64(uint64(len(m.nodes)))
 	for i := range m.nodes {
-		b = m.nodes[i].encode(b)
+		e.room(nodeSize)
+		e.b = m.nodes[i].encode(e.b)
 	}
-	b = le.AppendUint64(b, uint64(len(m.entries)))
-	for _, e := range m.entries {
-		b = le.AppendUint32(b, e.name.off)
-		b = le.AppendUint32(b, e.name.n)
-		b = le.AppendUint32(b, uint32(e.node))
+	e.u64(uint64(len(m.entries)))
+	for _, x := range m.entries {
+		e.span(x.name)
+		e.u32(uint32(x.node))
 	}
-	for _, heap := range [][]byte{m.names, m.links, m.xattrs} {
-		b = le.AppendUint64(b, uint64(len(heap)))
-		b = append(b, heap...)
+	for _, heap := range []string{m.names, m.links} {
+		e.u64(uint64(len(heap)))
+		e.str(heap)
 	}
-	return le.AppendUint64(b, xxhash.Sum64(b))
+	e.u64(uint64(len(m.xattrs)))
+	for b := m.xattrs; len(b) > 0; {
+		e.room(1)
+		n := min(len(b), cap(e.b)-len(e.b))
+		e.b = append(e.b, b[:n]...)
+		b = b[n:]
+	}
+	return e.finish()
 }
 
 func (n *node) encode(b []byte) []byte {
-	a := &n.attr
-	for _, v := range [...]uint32{a.Mode, a.Nlink, a.UID, a.GID} {
-		b = le.AppendUint32(b, v)
-	}
-	for _, v := range [...]uint64{a.Size, a.Offset, uint64(a.MtimeSec), a.Blocks} {
+	for _, v := range [...]uint64{n.size, n.offset, n.blocks, uint64(n.mtimeSec)} {
 		b = le.AppendUint64(b, v)
 	}
-	b = le.AppendUint32(b, a.MtimeNsec)
-	for _, v := range [...]uint32{n.first, n.count, uint32(n.parent), n.link.off, n.link.n, n.xattr.off, n.xattr.n} {
+	for _, v := range [...]uint32{
+		n.mtimeNsec, n.mode, n.nlink, n.uid, n.gid, n.list.off, n.list.n, uint32(n.parent), n.xattr.off, n.xattr.n,
+	} {
 		b = le.AppendUint32(b, v)
 	}
-	return append(b, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0) // room for what a later version adds
+	return b
 }
 
 func (n *node) decode(b []byte) {
-	a := &n.attr
-	a.Mode, a.Nlink, a.UID, a.GID = le.Uint32(b), le.Uint32(b[4:]), le.Uint32(b[8:]), le.Uint32(b[12:])
-	a.Size, a.Offset, a.MtimeSec, a.Blocks = le.Uint64(b[16:]), le.Uint64(b[24:]), int64(le.Uint64(b[32:])), le.Uint64(b[40:])
-	a.MtimeNsec = le.Uint32(b[48:])
-	n.first, n.count, n.parent = le.Uint32(b[52:]), le.Uint32(b[56:]), NodeID(le.Uint32(b[60:]))
-	n.link = span{le.Uint32(b[64:]), le.Uint32(b[68:])}
-	n.xattr = span{le.Uint32(b[72:]), le.Uint32(b[76:])}
+	u := func(at int) uint32 { return le.Uint32(b[at:]) }
+	*n = node{
+		size: le.Uint64(b), offset: le.Uint64(b[8:]), blocks: le.Uint64(b[16:]), mtimeSec: int64(le.Uint64(b[24:])),
+		mtimeNsec: u(32), mode: u(36), nlink: u(40), uid: u(44), gid: u(48),
+		list: span{u(52), u(56)}, parent: NodeID(u(60)), xattr: span{u(64), u(68)},
+	}
 }
 
 // reader cuts an encoding into pieces; a cut beyond the end marks it bad.
@@ -103,6 +177,13 @@ func (r *reader) take(n uint64) []byte {
 func (r *reader) u64() uint64 {
 	if p := r.take(8); p != nil {
 		return le.Uint64(p)
+	}
+	return 0
+}
+
+func (r *reader) u32() uint32 {
+	if p := r.take(4); p != nil {
+		return le.Uint32(p)
 	}
 	return 0
 }
@@ -150,135 +231,20 @@ func Decode(b []byte) (*Manifest, error) {
 		e := p[i*entrySize:]
 		m.entries[i] = entry{span{le.Uint32(e), le.Uint32(e[4:])}, NodeID(le.Uint32(e[8:]))}
 	}
-	for _, heap := range []*[]byte{&m.names, &m.links, &m.xattrs} {
+	for _, heap := range []*string{&m.names, &m.links} {
 		_, p := r.array(1)
-		*heap = bytes.Clone(p)
+		*heap = string(p)
 	}
+	_, p = r.array(1)
+	m.xattrs = bytes.Clone(p)
 	if r.bad || len(r.b) != 0 {
 		return nil, fmt.Errorf("%w: lengths", ErrCorrupt)
 	}
 	if err := m.validate(); err != nil {
-		return nil, err
+		return nil, fmt.Errorf("%w: %w", ErrCorrupt, err)
 	}
-	m.seal(b)
+	m.seal()
 	return m, nil
-}
-
-// in tells whether s lies in a heap of n bytes.
-func (s span) in(n int) bool { return uint64(s.off)+uint64(s.n) <= uint64(n) }
-
-// validate checks that no accessor can fail or run for ever: every span lies in
-// its heap, names are names and sorted, directories form one tree below the
-// root, and files lie in the volume.
-func (m *Manifest) validate() error {
-	bad := func(format string, args ...any) error {
-		return fmt.Errorf("%w: %s", ErrCorrupt, fmt.Sprintf(format, args...))
-	}
-	if len(m.nodes) < 2 || m.size > math.MaxInt64 || m.nodes[Root].parent != Root || m.nodes[Root].attr.Mode&unix.S_IFMT != unix.S_IFDIR {
-		return bad("no root")
-	}
-	seen := make([]bool, len(m.nodes)) // directories that have their one entry
-	seen[Root] = true
-	used := 0
-	for i := 1; i < len(m.nodes); i++ {
-		n := &m.nodes[i]
-		if !n.xattr.in(len(m.xattrs)) || !xattrsOK(m.xattrs[n.xattr.off:n.xattr.off+n.xattr.n]) {
-			return bad("node %d: attributes", i)
-		}
-		a := &n.attr
-		if a.MtimeNsec >= 1e9 {
-			return bad("node %d: time", i)
-		}
-		switch a.Mode & unix.S_IFMT {
-		case unix.S_IFREG:
-			if a.Size > m.size || a.Offset > m.size-a.Size || n.count != 0 {
-				return bad("node %d: outside the volume", i)
-			}
-		case unix.S_IFLNK:
-			if !n.link.in(len(m.links)) || n.link.n == 0 || n.link.n > maxSymlink || n.count != 0 ||
-				bytes.IndexByte(m.links[n.link.off:n.link.off+n.link.n], 0) >= 0 {
-				return bad("node %d: symlink", i)
-			}
-		case unix.S_IFDIR:
-			if uint64(n.first)+uint64(n.count) > uint64(len(m.entries)) {
-				return bad("node %d: entries", i)
-			}
-			if err := m.validateDir(NodeID(i), seen); err != nil {
-				return err
-			}
-			used += int(n.count)
-		default:
-			return bad("node %d: type %o", i, a.Mode)
-		}
-	}
-	if used != len(m.entries) {
-		return bad("%d entries used of %d", used, len(m.entries))
-	}
-	return m.validateTree(seen)
-}
-
-// validateDir checks one directory's entries and that each subdirectory has
-// this one parent.
-func (m *Manifest) validateDir(dir NodeID, seen []bool) error {
-	d := &m.nodes[dir]
-	var last []byte
-	for i, e := range m.entries[d.first : d.first+d.count] {
-		if !e.name.in(len(m.names)) || e.node == 0 || int(e.node) >= len(m.nodes) {
-			return fmt.Errorf("%w: node %d entry %d", ErrCorrupt, dir, i)
-		}
-		name := m.name(e.name)
-		if !nameOK(name) || i > 0 && bytes.Compare(last, name) >= 0 {
-			return fmt.Errorf("%w: node %d entry %d: name %q", ErrCorrupt, dir, i, name)
-		}
-		last = name
-		c := &m.nodes[e.node]
-		if c.attr.Mode&unix.S_IFMT == unix.S_IFDIR {
-			if seen[e.node] || c.parent != dir {
-				return fmt.Errorf("%w: directory %d has two parents", ErrCorrupt, e.node)
-			}
-			seen[e.node] = true
-		}
-	}
-	return nil
-}
-
-// validateTree checks that every directory is below the root: each has one
-// parent, so it is enough that walking up ends.
-func (m *Manifest) validateTree(seen []bool) error {
-	done := make([]bool, len(m.nodes))
-	done[Root] = true
-	var path []NodeID
-	for i := 1; i < len(m.nodes); i++ {
-		if m.nodes[i].attr.Mode&unix.S_IFMT != unix.S_IFDIR {
-			continue
-		}
-		path = path[:0]
-		for n := NodeID(i); !done[n]; n = m.nodes[n].parent {
-			if !seen[n] || len(path) > len(m.nodes) {
-				return fmt.Errorf("%w: directory %d is not below the root", ErrCorrupt, i)
-			}
-			path = append(path, n)
-		}
-		for _, n := range path {
-			done[n] = true
-		}
-	}
-	return nil
-}
-
-func nameOK(name []byte) bool {
-	return len(name) > 0 && len(name) <= maxName && bytes.IndexByte(name, '/') < 0 && bytes.IndexByte(name, 0) < 0 &&
-		string(name) != "." && string(name) != ".."
-}
-
-func xattrsOK(b []byte) bool {
-	for len(b) > 0 {
-		var ok bool
-		if _, _, b, ok = cutXattr(b); !ok {
-			return false
-		}
-	}
-	return true
 }
 
 // Compress packs an encoding for the wire (zstd).

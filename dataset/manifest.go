@@ -4,8 +4,10 @@ package dataset
 
 import (
 	"bytes"
+	"cmp"
 	"crypto/sha256"
 	"encoding/hex"
+	"slices"
 	"sort"
 	"strings"
 
@@ -31,17 +33,22 @@ type Attr struct {
 	Blocks    uint64 // st_blocks of the source, so that sparse files look sparse
 }
 
-// node is one inode: fixed size, no pointers.
+// node is one inode: 72 bytes, no pointers, so that ten million of them cost
+// the garbage collector nothing.
 type node struct {
-	attr   Attr
-	first  uint32 // directory: its first entry
-	count  uint32 // directory: its entries
-	parent NodeID // directory: its parent
-	link   span   // symlink: its target, in links
-	xattr  span   // its attributes, in xattrs
+	size, offset, blocks uint64
+	mtimeSec             int64
+	mtimeNsec            uint32
+	mode, nlink          uint32
+	uid, gid             uint32
+	list                 span   // directory: its entries; symlink: its target in links; else zero
+	parent               NodeID // directory: its parent; else 0
+	xattr                span   // its attributes in xattrs
 }
 
-// span is a piece of a heap.
+func (n *node) is(format uint32) bool { return n.mode&unix.S_IFMT == format }
+
+// span is a piece of a heap, or of the entries.
 type span struct{ off, n uint32 }
 
 // entry is one name in a directory.
@@ -50,17 +57,18 @@ type entry struct {
 	node NodeID
 }
 
-// Manifest is immutable once built; all methods are safe for concurrent use and
-// do not allocate, except where they return new slices or strings.
+// Manifest is immutable once built; all methods are safe for concurrent use.
+// Only Xattr, ListXattr and Order allocate. Every method takes any NodeID: of
+// one that does not exist, or is of another type, it returns zero values.
 type Manifest struct {
 	generation uint64
 	size       uint64 // of the volume
 	layout     string
-	nodes      []node // nodes[0] is unused
+	nodes      []node // nodes[0] is unused and zero
 	entries    []entry
-	names      []byte
-	links      []byte
-	xattrs     []byte
+	names      string // heap
+	links      string // heap
+	xattrs     []byte // heap
 	files      int
 	digest     string
 }
@@ -85,10 +93,19 @@ func (m *Manifest) Digest() string { return m.digest }
 
 // get is the node's record, nil for an unknown one.
 func (m *Manifest) get(n NodeID) *node {
-	if n == 0 || int(n) >= len(m.nodes) {
+	if n == 0 || int64(n) >= int64(len(m.nodes)) {
 		return nil
 	}
 	return &m.nodes[n]
+}
+
+// dir is a directory's record and entries; nil for all else.
+func (m *Manifest) dir(n NodeID) (*node, []entry) {
+	d := m.get(n)
+	if d == nil || !d.is(unix.S_IFDIR) {
+		return nil, nil
+	}
+	return d, m.entries[d.list.off:][:d.list.n]
 }
 
 // Attr of a node; ok is false for an unknown one.
@@ -97,28 +114,27 @@ func (m *Manifest) Attr(n NodeID) (a Attr, ok bool) {
 	if r == nil {
 		return Attr{}, false
 	}
-	return r.attr, true
+	return Attr{
+		Mode: r.mode, Nlink: r.nlink, UID: r.uid, GID: r.gid, Size: r.size, Offset: r.offset,
+		MtimeSec: r.mtimeSec, MtimeNsec: r.mtimeNsec, Blocks: r.blocks,
+	}, true
 }
 
 // Lookup finds name in directory dir.
 func (m *Manifest) Lookup(dir NodeID, name string) (NodeID, bool) {
-	d := m.get(dir)
-	if d == nil {
-		return 0, false
-	}
-	es := m.entries[d.first : d.first+d.count]
-	i := sort.Search(len(es), func(i int) bool { return string(m.name(es[i].name)) >= name })
-	if i == len(es) || string(m.name(es[i].name)) != name {
+	_, es := m.dir(dir)
+	i := sort.Search(len(es), func(i int) bool { return m.name(es[i]) >= name })
+	if i == len(es) || m.name(es[i]) != name {
 		return 0, false
 	}
 	return es[i].node, true
 }
 
-func (m *Manifest) name(s span) []byte { return m.names[s.off : s.off+s.n] }
+func (m *Manifest) name(e entry) string { return m.names[e.name.off:][:e.name.n] }
 
 // Parent of a directory; the root is its own.
 func (m *Manifest) Parent(dir NodeID) NodeID {
-	if d := m.get(dir); d != nil {
+	if d, _ := m.dir(dir); d != nil {
 		return d.parent
 	}
 	return 0
@@ -126,29 +142,26 @@ func (m *Manifest) Parent(dir NodeID) NodeID {
 
 // NumEntries of a directory, without . and ..
 func (m *Manifest) NumEntries(dir NodeID) int {
-	if d := m.get(dir); d != nil {
-		return int(d.count)
-	}
-	return 0
+	_, es := m.dir(dir)
+	return len(es)
 }
 
 // Entry i of a directory, in name order (bytewise).
 func (m *Manifest) Entry(dir NodeID, i int) (name string, n NodeID) {
-	d := m.get(dir)
-	if d == nil || i < 0 || i >= int(d.count) {
+	_, es := m.dir(dir)
+	if i < 0 || i >= len(es) {
 		return "", 0
 	}
-	e := m.entries[int(d.first)+i]
-	return string(m.name(e.name)), e.node
+	return m.name(es[i]), es[i].node
 }
 
 // Readlink is a symlink's target.
 func (m *Manifest) Readlink(n NodeID) (string, bool) {
 	r := m.get(n)
-	if r == nil || r.attr.Mode&unix.S_IFMT != unix.S_IFLNK {
+	if r == nil || !r.is(unix.S_IFLNK) {
 		return "", false
 	}
-	return string(m.links[r.link.off : r.link.off+r.link.n]), true
+	return m.links[r.list.off:][:r.list.n], true
 }
 
 // Xattr returns one extended attribute.
@@ -181,7 +194,7 @@ func (m *Manifest) eachXattr(n NodeID, f func(name, value []byte) bool) {
 	if r == nil {
 		return
 	}
-	b := m.xattrs[r.xattr.off : r.xattr.off+r.xattr.n]
+	b := m.xattrs[r.xattr.off:][:r.xattr.n]
 	for len(b) > 0 {
 		k, v, rest, ok := cutXattr(b)
 		if !ok || !f(k, v) {
@@ -227,32 +240,30 @@ func (m *Manifest) Resolve(path string) (NodeID, bool) {
 	return n, true
 }
 
-// Order lists the regular files as they lie in the volume.
+// Order lists the regular files as they lie in the volume; empty ones first.
 func (m *Manifest) Order() []NodeID {
 	order := make([]NodeID, 0, m.files)
 	for i := range m.nodes {
-		if i > 0 && m.nodes[i].attr.Mode&unix.S_IFMT == unix.S_IFREG {
+		if m.nodes[i].is(unix.S_IFREG) {
 			order = append(order, NodeID(i))
 		}
 	}
-	sort.Slice(order, func(i, j int) bool {
-		a, b := &m.nodes[order[i]].attr, &m.nodes[order[j]].attr
-		if a.Offset != b.Offset {
-			return a.Offset < b.Offset
-		}
-		return order[i] < order[j]
+	slices.SortFunc(order, func(x, y NodeID) int {
+		a, b := &m.nodes[x], &m.nodes[y]
+		return cmp.Or(cmp.Compare(a.offset, b.offset), cmp.Compare(a.size, b.size), cmp.Compare(x, y))
 	})
 	return order
 }
 
 // seal computes what is derived from the arrays.
-func (m *Manifest) seal(encoded []byte) {
+func (m *Manifest) seal() {
 	m.files = 0
 	for i := range m.nodes {
-		if m.nodes[i].attr.Mode&unix.S_IFMT == unix.S_IFREG {
+		if m.nodes[i].is(unix.S_IFREG) {
 			m.files++
 		}
 	}
-	sum := sha256.Sum256(encoded)
-	m.digest = hex.EncodeToString(sum[:16])
+	h := sha256.New()
+	m.write(newEncoder(h))
+	m.digest = hex.EncodeToString(h.Sum(nil)[:16])
 }

@@ -3,6 +3,7 @@
 package dataset
 
 import (
+	"bytes"
 	"cmp"
 	"context"
 	"errors"
@@ -13,7 +14,7 @@ import (
 	"os"
 	"runtime"
 	"slices"
-	"strings"
+	"strconv"
 	"sync"
 	"sync/atomic"
 
@@ -25,7 +26,8 @@ type ScanOptions struct {
 	// Workers read directories in parallel. Default: 4 per CPU, since most of
 	// the time goes to waiting for the file system.
 	Workers int
-	// Progress, when set, is called now and then, from one goroutine at a time.
+	// Progress, when set, is called now and then, and once at the end, from
+	// one goroutine at a time.
 	Progress func(Progress)
 	Logger   *slog.Logger // nil: discard
 }
@@ -35,37 +37,44 @@ type Progress struct {
 	Dirs, Files int64
 	Bytes       int64 // of regular files
 	Special     int64 // sockets, FIFOs and devices left out
-	Unreadable  int64 // directories and attributes that could not be read
+	Unreadable  int64 // files, directories, names and attributes that this process may not or cannot read
 	Vanished    int64 // names that were gone when looked at
 }
 
-// Ident tells whether a file has changed.
-type Ident struct {
-	Dev, Ino  uint64
-	Size      int64
-	MtimeSec  int64
-	MtimeNsec int64
-	CtimeSec  int64
-	CtimeNsec int64
-}
+const (
+	// progressEvery is the number of names between two calls of Progress.
+	progressEvery = 4096
+	// maxComplaints bounds the log lines of one scan about single names.
+	maxComplaints = 20
+)
 
-// IdentOf is the identity in st.
-func IdentOf(st *unix.Stat_t) Ident {
-	return Ident{uint64(st.Dev), st.Ino, st.Size, st.Mtim.Sec, st.Mtim.Nsec, st.Ctim.Sec, st.Ctim.Nsec}
-}
-
-// found is one name in a directory.
+// found is one name in a directory. Millions of them live between the walk and
+// the layout, so it holds what is needed and no more.
 type found struct {
-	name  string
-	st    unix.Stat_t
+	name                  string
+	id                    Ident
+	mode, nlink, uid, gid uint32
+	blocks                uint64
+	extra                 *extra    // of a symlink, or what has attributes
+	dir                   *foundDir // of a directory
+}
+
+// extra is what few names have.
+type extra struct {
 	link  string
-	xattr []byte
-	dir   *foundDir // of a directory
+	xattr []byte // encoded
+}
+
+func (e *found) is(format uint32) bool { return e.mode&unix.S_IFMT == format }
+
+func (e *found) set(st *unix.Stat_t) {
+	e.id, e.blocks = IdentOf(st), uint64(st.Blocks)
+	e.mode, e.nlink, e.uid, e.gid = st.Mode, uint32(st.Nlink), st.Uid, st.Gid
 }
 
 // foundDir is a directory and, once read, its sorted names.
 type foundDir struct {
-	parent *openDir
+	parent *openDir // nil for the root
 	name   string
 	names  []found
 }
@@ -84,12 +93,18 @@ func (d *openDir) release() {
 }
 
 // scanner walks a tree with several workers. Directories wait on a stack, so
-// that few are open at a time.
+// that few are open at a time. It never follows a symlink and never uses a path
+// of more than one component, so that whoever may write to the tree can neither
+// lead it out nor make it fail with long paths.
 type scanner struct {
 	opts ScanOptions
 	log  *slog.Logger
+	root *os.File
+	// checkAccess: the process is not root, so that there may be files that it
+	// sees and cannot read.
+	checkAccess bool
 
-	dirs, files, bytes, special, unreadable, vanished atomic.Int64
+	names, dirs, files, bytes, special, unreadable, vanished, complaints atomic.Int64
 
 	mu    sync.Mutex
 	cond  *sync.Cond
@@ -105,44 +120,52 @@ func walk(ctx context.Context, dir string, opts ScanOptions) (root found, sc *sc
 	if opts.Workers <= 0 {
 		opts.Workers = 4 * runtime.NumCPU()
 	}
-	sc = &scanner{opts: opts, log: opts.Logger}
+	sc = &scanner{opts: opts, log: opts.Logger, checkAccess: os.Geteuid() != 0}
 	if sc.log == nil {
 		sc.log = slog.New(slog.DiscardHandler)
 	}
 	sc.cond = sync.NewCond(&sc.mu)
-	f, err := os.OpenFile(dir, os.O_RDONLY|unix.O_DIRECTORY, 0)
-	if err != nil {
+	if sc.root, err = os.OpenFile(dir, os.O_RDONLY|unix.O_DIRECTORY, 0); err != nil {
 		return root, nil, fmt.Errorf("dataset: %w", err)
 	}
-	// The directory itself must be readable: an empty export would be a lie.
-	if _, err := f.Readdirnames(1); err != nil && !errors.Is(err, io.EOF) {
-		f.Close()
-		return root, nil, fmt.Errorf("dataset: %w", err)
-	}
-	if err := unix.Fstat(int(f.Fd()), &root.st); err != nil {
-		f.Close()
+	var st unix.Stat_t
+	if err := unix.Fstat(int(sc.root.Fd()), &st); err != nil {
+		sc.root.Close()
 		return root, nil, fmt.Errorf("dataset: %s: %w", dir, err)
 	}
-	root.xattr = sc.xattrs(fmt.Sprintf("/proc/self/fd/%d", f.Fd()), false)
-	f.Close()
+	root.set(&st)
 	root.dir = &foundDir{name: dir}
+	w := &worker{scanner: sc}
+	if x := w.xattrs("/proc/self/fd/"+strconv.Itoa(int(sc.root.Fd())), unix.Listxattr, unix.Getxattr); x != nil {
+		root.extra = &extra{xattr: x}
+	}
 	sc.stack = []*foundDir{root.dir}
 	stop := context.AfterFunc(ctx, func() { sc.fail(ctx.Err()) })
 	defer stop()
 	var wg sync.WaitGroup
 	for range opts.Workers {
-		wg.Go(sc.work)
+		wg.Go(func() { (&worker{scanner: sc}).run() })
 	}
 	wg.Wait()
-	for _, d := range sc.stack { // left over after a failure
-		if d.parent != nil {
+	sc.report()
+	return root, sc, sc.end()
+}
+
+// end closes what a failure left open, and is the failure.
+func (sc *scanner) end() error {
+	sc.mu.Lock()
+	defer sc.mu.Unlock()
+	for _, d := range sc.stack {
+		if d.parent == nil {
+			sc.root.Close()
+		} else {
 			d.parent.release()
 		}
 	}
-	sc.report()
-	return root, sc, sc.err
+	return sc.err
 }
 
+// fail ends the scan.
 func (sc *scanner) fail(err error) {
 	sc.mu.Lock()
 	defer sc.mu.Unlock()
@@ -152,27 +175,10 @@ func (sc *scanner) fail(err error) {
 	sc.cond.Broadcast()
 }
 
-func (sc *scanner) work() {
-	for {
-		sc.mu.Lock()
-		for len(sc.stack) == 0 && sc.busy > 0 && sc.err == nil {
-			sc.cond.Wait()
-		}
-		if len(sc.stack) == 0 || sc.err != nil {
-			sc.cond.Broadcast()
-			sc.mu.Unlock()
-			return
-		}
-		d := sc.stack[len(sc.stack)-1]
-		sc.stack = sc.stack[:len(sc.stack)-1]
-		sc.busy++
-		sc.mu.Unlock()
-		sc.read(d)
-		sc.mu.Lock()
-		sc.busy--
-		sc.cond.Broadcast()
-		sc.mu.Unlock()
-	}
+func (sc *scanner) failed() bool {
+	sc.mu.Lock()
+	defer sc.mu.Unlock()
+	return sc.err != nil
 }
 
 // report calls Progress.
@@ -192,56 +198,30 @@ func (sc *scanner) counts() Progress {
 	}
 }
 
-// open opens a directory through its parent, without following links.
-func (d *foundDir) open() (*os.File, error) {
-	if d.parent == nil {
-		return os.OpenFile(d.name, os.O_RDONLY|unix.O_DIRECTORY, 0)
+// trouble counts and logs what could not be read, and goes on; a lack of
+// descriptors or memory ends the scan, for it would leave out what is there.
+func (sc *scanner) trouble(op string, dir *openDir, name string, err error) {
+	path := name
+	if dir != nil {
+		path = dir.f.Name() + "/" + name
 	}
-	defer d.parent.release()
-	for {
-		fd, err := unix.Openat(int(d.parent.f.Fd()), d.name, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
-		if err == unix.EINTR {
-			continue
-		}
-		if err != nil {
-			return nil, &fs.PathError{Op: "open", Path: d.parent.f.Name() + "/" + d.name, Err: err}
-		}
-		return os.NewFile(uintptr(fd), d.parent.f.Name()+"/"+d.name), nil
-	}
-}
-
-// read lists a directory and looks at each name.
-func (sc *scanner) read(d *foundDir) {
-	f, err := d.open()
-	if err != nil {
-		sc.trouble(err)
-		return
-	}
-	dir := &openDir{f: f}
-	dir.refs.Store(1)
-	defer dir.release()
-	if n := sc.dirs.Add(1); n%64 == 0 {
-		sc.report()
-	}
-	for {
-		names, err := f.Readdirnames(4096)
-		for _, name := range names {
-			if e, ok := sc.look(dir, name); ok {
-				d.names = append(d.names, e)
-			}
-		}
-		if errors.Is(err, io.EOF) {
-			break
-		}
-		if err != nil {
-			sc.trouble(err)
-			break
+	err = &fs.PathError{Op: op, Path: path, Err: err}
+	switch {
+	case errors.Is(err, unix.EMFILE), errors.Is(err, unix.ENFILE):
+		sc.fail(fmt.Errorf("dataset: %w: raise the limit of open files (ulimit -n)", err))
+	case errors.Is(err, unix.ENOMEM), dir == nil:
+		sc.fail(fmt.Errorf("dataset: %w", err))
+	case errors.Is(err, unix.ENOENT), errors.Is(err, unix.ENOTDIR), errors.Is(err, unix.ELOOP), errors.Is(err, unix.ESTALE):
+		sc.vanished.Add(1)
+	default:
+		sc.unreadable.Add(1)
+		switch n := sc.complaints.Add(1); {
+		case n < maxComplaints:
+			sc.log.Warn("dataset scan: cannot read", "err", err)
+		case n == maxComplaints:
+			sc.log.Warn("dataset scan: cannot read; more of this is only counted", "err", err)
 		}
 	}
-	slices.SortFunc(d.names, func(a, b found) int { return cmp.Compare(a.name, b.name) })
-	// A directory that changes while it is listed may name an entry twice.
-	d.names = slices.CompactFunc(d.names, func(a, b found) bool { return a.name == b.name })
-	sc.push(dir, d.names)
 }
 
 // push puts the subdirectories on the stack, the first one on top.
@@ -258,77 +238,177 @@ func (sc *scanner) push(dir *openDir, names []found) {
 	sc.cond.Broadcast()
 }
 
-// trouble counts and logs what could not be read.
-func (sc *scanner) trouble(err error) {
-	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.ELOOP) {
-		sc.vanished.Add(1)
+// take waits for a directory to read; nil when there will be none. After it
+// done must be called.
+func (sc *scanner) take() *foundDir {
+	sc.mu.Lock()
+	defer sc.mu.Unlock()
+	for len(sc.stack) == 0 && sc.busy > 0 && sc.err == nil {
+		sc.cond.Wait()
+	}
+	if len(sc.stack) == 0 || sc.err != nil {
+		return nil
+	}
+	d := sc.stack[len(sc.stack)-1]
+	sc.stack = sc.stack[:len(sc.stack)-1]
+	sc.busy++
+	return d
+}
+
+func (sc *scanner) done() {
+	sc.mu.Lock()
+	defer sc.mu.Unlock()
+	sc.busy--
+	sc.cond.Broadcast()
+}
+
+// worker is one goroutine of a scan, with its scratch space.
+type worker struct {
+	*scanner
+	buf   []byte // of names of attributes, or a symlink's target
+	value []byte // of an attribute
+}
+
+func (w *worker) run() {
+	for d := w.take(); d != nil; d = w.take() {
+		w.read(d)
+		w.done()
+	}
+}
+
+// open opens a directory through its parent, without following links; nil when
+// that failed.
+func (w *worker) open(d *foundDir) *openDir {
+	dir := &openDir{f: w.root}
+	dir.refs.Store(1)
+	if d.parent == nil {
+		return dir
+	}
+	defer d.parent.release()
+	for {
+		fd, err := unix.Openat(int(d.parent.f.Fd()), d.name, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
+		if err == unix.EINTR {
+			continue
+		}
+		if err != nil {
+			w.trouble("open", d.parent, d.name, err)
+			return nil
+		}
+		dir.f = os.NewFile(uintptr(fd), d.parent.f.Name()+"/"+d.name)
+		return dir
+	}
+}
+
+// read lists a directory and looks at each name.
+func (w *worker) read(d *foundDir) {
+	dir := w.open(d)
+	if dir == nil {
 		return
 	}
-	sc.unreadable.Add(1)
-	sc.log.Warn("dataset scan: cannot read", "err", err)
+	defer dir.release()
+	w.dirs.Add(1)
+	for !w.failed() {
+		names, err := dir.f.Readdirnames(1024)
+		for _, name := range names {
+			if e, ok := w.look(dir, name); ok {
+				d.names = append(d.names, e)
+			}
+			if w.names.Add(1)%progressEvery == 0 {
+				w.report()
+			}
+		}
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		if err != nil {
+			w.trouble("read", d.parent, d.name, cmp.Or(errors.Unwrap(err), err))
+			break
+		}
+	}
+	slices.SortFunc(d.names, func(a, b found) int { return cmp.Compare(a.name, b.name) })
+	// A directory that changes while it is listed may name an entry twice.
+	d.names = slices.CompactFunc(d.names, func(a, b found) bool { return a.name == b.name })
+	w.push(dir, d.names)
 }
 
 // look examines one name; false leaves it out.
-func (sc *scanner) look(dir *openDir, name string) (found, bool) {
-	e := found{name: name}
+func (w *worker) look(dir *openDir, name string) (e found, ok bool) {
 	fd := int(dir.f.Fd())
-	if err := unix.Fstatat(fd, name, &e.st, unix.AT_SYMLINK_NOFOLLOW); err != nil {
-		sc.trouble(&fs.PathError{Op: "stat", Path: dir.f.Name() + "/" + name, Err: err})
+	var st unix.Stat_t
+	if err := unix.Fstatat(fd, name, &st, unix.AT_SYMLINK_NOFOLLOW); err != nil {
+		w.trouble("stat", dir, name, err)
 		return e, false
 	}
-	switch e.st.Mode & unix.S_IFMT {
+	e.name = name
+	e.set(&st)
+	var x extra
+	switch e.mode & unix.S_IFMT {
 	case unix.S_IFREG:
-		sc.files.Add(1)
-		sc.bytes.Add(e.st.Size)
+		w.files.Add(1)
+		w.bytes.Add(e.id.Size)
+		if w.checkAccess {
+			if err := unix.Faccessat(fd, name, unix.R_OK, unix.AT_EACCESS|unix.AT_SYMLINK_NOFOLLOW); err != nil && !errors.Is(err, unix.ENOENT) {
+				w.trouble("access", dir, name, err) // in the tree, but reads of it will fail
+			}
+		}
 	case unix.S_IFDIR:
 		e.dir = &foundDir{name: name}
 	case unix.S_IFLNK:
-		buf := make([]byte, maxSymlink+1)
-		n, err := unix.Readlinkat(fd, name, buf)
-		if err != nil || n == 0 || n > maxSymlink {
-			sc.trouble(&fs.PathError{Op: "readlink", Path: dir.f.Name() + "/" + name, Err: err})
+		w.buf = slices.Grow(w.buf[:0], maxSymlink+1)[:maxSymlink+1]
+		n, err := unix.Readlinkat(fd, name, w.buf)
+		if err == nil && n > maxSymlink {
+			err = unix.ENAMETOOLONG
+		}
+		if err == nil && n == 0 {
+			err = unix.ENOENT
+		}
+		if err != nil {
+			w.trouble("readlink", dir, name, err)
 			return e, false
 		}
-		e.link = string(buf[:n])
+		x.link = string(w.buf[:n])
 	default:
-		sc.special.Add(1)
+		w.special.Add(1)
 		return e, false
 	}
-	e.xattr = sc.xattrs(fmt.Sprintf("/proc/self/fd/%d/%s", fd, name), true)
+	x.xattr = w.xattrs("/proc/self/fd/"+strconv.Itoa(fd)+"/"+name, unix.Llistxattr, unix.Lgetxattr)
+	if x.link != "" || x.xattr != nil {
+		e.extra = &x
+	}
 	return e, true
 }
 
-// xattrs reads the user.* attributes of path, encoded. A path may be followed
-// only where it is a descriptor's.
-func (sc *scanner) xattrs(path string, nofollow bool) []byte {
-	list, get := unix.Listxattr, unix.Getxattr
-	if nofollow {
-		list, get = unix.Llistxattr, unix.Lgetxattr
-	}
+// xattrs reads the user.* attributes of path, encoded; nil when there are none.
+// Whether list and get follow the last component is the caller's choice.
+func (w *worker) xattrs(path string, list func(string, []byte) (int, error), get func(string, string, []byte) (int, error)) []byte {
 	n, err := list(path, nil)
 	if err != nil || n == 0 {
-		return nil // none, or a file system without
+		return nil // none, or a file system without, or gone meanwhile
 	}
-	buf := make([]byte, n+1024)
-	if n, err = list(path, buf); err != nil {
+	w.buf = slices.Grow(w.buf[:0], n)[:n]
+	if n, err = list(path, w.buf); err != nil {
+		w.unreadable.Add(1) // more of them meanwhile, or gone
 		return nil
 	}
 	var names []string
-	for name := range strings.SplitSeq(string(buf[:n]), "\x00") {
-		if strings.HasPrefix(name, "user.") {
-			names = append(names, name)
+	for name := range bytes.SplitSeq(w.buf[:n], []byte{0}) {
+		if bytes.HasPrefix(name, []byte("user.")) {
+			names = append(names, string(name))
 		}
 	}
 	slices.Sort(names)
 	var out []byte
 	for _, name := range names {
-		val := make([]byte, 64<<10) // XATTR_SIZE_MAX
-		n, err := get(path, name, val)
+		n, err := get(path, name, w.value)
+		if err == unix.ERANGE || err == nil && len(w.value) == 0 {
+			w.value = make([]byte, maxXattrValue)
+			n, err = get(path, name, w.value)
+		}
 		if err != nil {
-			sc.unreadable.Add(1)
+			w.unreadable.Add(1)
 			continue
 		}
-		out = appendXattr(out, name, val[:n])
+		out = appendXattr(out, name, w.value[:n])
 	}
 	return out
 }

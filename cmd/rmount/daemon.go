@@ -9,7 +9,6 @@ import (
 	"io"
 	"os"
 	"os/exec"
-	"os/signal"
 	"strconv"
 	"syscall"
 
@@ -113,13 +112,4 @@ func announceReady() error {
 	defer ready.Close()
 	_, err = ready.Write([]byte{1})
 	return err
-}
-
-// terminated returns a context that SIGTERM and SIGINT end. A second signal
-// ends the process.
-func terminated(ctx context.Context) (context.Context, context.CancelFunc) {
-	ctx, stop := signal.NotifyContext(ctx, syscall.SIGTERM, syscall.SIGINT)
-	context.AfterFunc(ctx, stop)
-	signal.Ignore(syscall.SIGHUP)
-	return ctx, stop
 }

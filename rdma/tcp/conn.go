@@ -10,6 +10,7 @@ import (
 	"sync"
 	"syscall"
 	"time"
+	"unsafe"
 
 	"rblk/rdma"
 )
@@ -17,15 +18,15 @@ import (
 // sendEntry is a posted work request. It stays in the ring until the peer has
 // answered it or a later one.
 type sendEntry struct {
-	id       uint64
-	op       rdma.Opcode
-	flags    rdma.WRFlags
-	length   uint32
-	segs     [][]byte // READ: where the answer goes; else what is sent
-	regions  []*region
-	inline   []byte // backing of an inlined payload
-	out      frame
-	reported bool // its failure is in the completion queue already
+	id      uint64
+	op      rdma.Opcode
+	flags   rdma.WRFlags
+	length  uint32
+	segs    [][]byte // READ: where the answer goes; else what is sent
+	regions []*region
+	inline  []byte // backing of an inlined payload
+	out     frame
+	status  rdma.Status // why it failed
 }
 
 // completion is an entry of the completion queue with what taking it frees.
@@ -54,11 +55,18 @@ type conn struct {
 	cond   *sync.Cond // on mu: a receive was posted, a use ended, reader or writer left, death
 	err    error      // guarded by mu: why it is dead
 	closed bool       // guarded by mu: Close has begun
+	// settled: dead, and nothing touches memory any more. Guarded by mu.
+	settled bool
 
 	// The send queue; all guarded by mu. Requests are numbered as the ring
-	// counts them: the peer counts along.
+	// counts them: the peer counts along. A request ends when it is answered
+	// and the writer has let go of it, which it may learn after the answer came:
+	// sqHead <= min(sqDone, sqSent), sqDone <= sqGiven, sqSent <= sqGiven <= sqNext <= sqTail.
 	sq      []sendEntry
-	sqHead  uint64 // oldest not answered
+	sqHead  uint64 // oldest not ended
+	sqDone  uint64 // oldest not answered
+	sqSent  uint64 // oldest not wholly written
+	sqGiven uint64 // oldest that no system call has seen: an answer to it is a lie
 	sqNext  uint64 // first not handed to the writer
 	sqTail  uint64 // next to be posted
 	sqUsed  int    // places taken: posted and not yet taken as a completion
@@ -78,6 +86,9 @@ type conn struct {
 
 var _ rdma.Conn = (*conn)(nil)
 
+// tcpUserTimeout is TCP_USER_TIMEOUT of tcp(7), which package syscall lacks.
+const tcpUserTimeout = 18
+
 // newConn takes sock over when it succeeds.
 func newConn(sock *net.TCPConn, d *domain, o rdma.ConnOptions, t terms) (*conn, error) {
 	raw, err := sock.SyscallConn()
@@ -92,6 +103,12 @@ func newConn(sock *net.TCPConn, d *domain, o rdma.ConnOptions, t terms) (*conn, 
 			LocalAddr: sock.LocalAddr(), RemoteAddr: sock.RemoteAddr(), Device: d.Device(), PrivateData: t.private,
 			SendDepth: o.SendDepth, RecvDepth: o.RecvDepth, ReadDepth: t.reads, Segments: o.Segments, Inline: o.Inline,
 		},
+	}
+	err = raw.Control(func(fd uintptr) {
+		_ = syscall.SetsockoptInt(int(fd), syscall.IPPROTO_TCP, tcpUserTimeout, int(userTimeout.Milliseconds()))
+	})
+	if err != nil {
+		return nil, err
 	}
 	c.cond = sync.NewCond(&c.mu)
 	depth := o.SendDepth + o.RecvDepth
@@ -176,18 +193,27 @@ func (c *conn) fail(why error) {
 // Caller holds mu.
 func (c *conn) settle() {
 	c.cond.Broadcast()
-	if c.err == nil || c.in.active || c.out.writing {
+	if c.err == nil || c.in.active || c.out.writing || c.settled {
 		return
 	}
+	c.settled = true
+	if c.out.nakSent {
+		c.dom.p.linger(c.sock)
+	} else {
+		c.sock.Close()
+	}
 	c.out.drop()
+	c.sqSent = c.sqDone // nothing writes any more
+	c.reap()
 	for ; c.sqHead != c.sqTail; c.sqHead++ {
-		e := &c.sq[c.sqHead%uint64(len(c.sq))]
-		if !e.reported {
-			c.complete(rdma.Completion{ID: e.id, Op: e.op, Status: rdma.StatusFlushed}, 1, 0)
+		e := c.entry(c.sqHead)
+		if e.status == rdma.StatusOK {
+			e.status = rdma.StatusFlushed
 		}
+		c.complete(rdma.Completion{ID: e.id, Op: e.op, Status: e.status}, 1, 0)
 		e.drop()
 	}
-	c.sqNext = c.sqHead
+	c.sqDone, c.sqSent, c.sqGiven, c.sqNext = c.sqHead, c.sqHead, c.sqHead, c.sqHead
 	c.reads = 0
 	var r recv
 	if c.in.takeCurrent(&r) {
@@ -220,8 +246,10 @@ func (e *sendEntry) drop() {
 	e.segs = e.segs[:0]
 	clear(e.regions)
 	e.regions = e.regions[:0]
-	e.reported = false
+	e.status = rdma.StatusOK
 }
+
+func (c *conn) entry(n uint64) *sendEntry { return &c.sq[n%uint64(len(c.sq))] }
 
 // Post takes requests and starts them.
 func (c *conn) Post(wrs []rdma.WorkRequest) (int, error) {
@@ -250,7 +278,7 @@ func (c *conn) Post(wrs []rdma.WorkRequest) (int, error) {
 
 // post puts one request into the ring. Caller holds mu.
 func (c *conn) post(wr *rdma.WorkRequest) error {
-	e := &c.sq[c.sqTail%uint64(len(c.sq))]
+	e := c.entry(c.sqTail)
 	if len(wr.Local) > c.info.Segments {
 		return fmt.Errorf("tcp: post: %w: %d segments, at most %d", rdma.ErrInvalid, len(wr.Local), c.info.Segments)
 	}
@@ -271,6 +299,9 @@ func (c *conn) post(wr *rdma.WorkRequest) error {
 	total := uint64(0)
 	for _, s := range wr.Local {
 		b, r, err := c.dom.local(s, wr.Op == rdma.OpRead)
+		if err != nil && wr.Flags&rdma.WRInline != 0 && int(s.Length) <= c.info.Inline {
+			b, r, err = unregistered(s), nil, nil
+		}
 		if err != nil {
 			e.drop()
 			return err
@@ -297,6 +328,7 @@ func (c *conn) post(wr *rdma.WorkRequest) error {
 		payload = nil
 	}
 	e.out.set(&h, payload, nil)
+	e.out.request = true
 	c.sqTail++
 	c.sqUsed++
 	return nil
@@ -321,7 +353,7 @@ func (e *sendEntry) copyInline(c *conn, op rdma.Opcode, n int) error {
 // Caller holds mu.
 func (c *conn) pump() {
 	for ; c.sqNext != c.sqTail; c.sqNext++ {
-		e := &c.sq[c.sqNext%uint64(len(c.sq))]
+		e := c.entry(c.sqNext)
 		if e.flags&rdma.WRFence != 0 && c.reads > 0 {
 			return
 		}
@@ -335,14 +367,26 @@ func (c *conn) pump() {
 	}
 }
 
-// retire ends every request before number n as done. Caller holds mu.
-func (c *conn) retire(n uint64) {
-	for ; c.sqHead != n; c.sqHead++ {
-		e := &c.sq[c.sqHead%uint64(len(c.sq))]
-		c.retired++
-		if e.op == rdma.OpRead {
+// answered notes that every request before number n is done. Caller holds mu.
+func (c *conn) answered(n uint64) {
+	for ; c.sqDone != n; c.sqDone++ {
+		if c.entry(c.sqDone).op == rdma.OpRead {
 			c.reads--
 		}
+	}
+	c.reap()
+}
+
+// reap ends the requests that are answered and wholly written. Caller holds
+// mu.
+func (c *conn) reap() {
+	end := min(c.sqDone, c.sqSent)
+	if c.sqHead >= end {
+		return
+	}
+	for ; c.sqHead != end; c.sqHead++ {
+		e := c.entry(c.sqHead)
+		c.retired++
 		if e.flags&rdma.WRSignaled != 0 {
 			c.complete(rdma.Completion{ID: e.id, Op: e.op, Length: e.length}, c.retired, 0)
 			c.retired = 0
@@ -352,14 +396,17 @@ func (c *conn) retire(n uint64) {
 	c.cond.Broadcast()
 }
 
-// refused ends request n with a failure; what is before it is done. Caller
+// refused notes that request n has failed; what is before it is done. Caller
 // holds mu.
 func (c *conn) refused(n uint64, s rdma.Status) {
-	c.retire(n)
-	e := &c.sq[n%uint64(len(c.sq))]
-	c.complete(rdma.Completion{ID: e.id, Op: e.op, Status: s}, 1, 0)
-	e.reported = true
+	c.answered(n)
+	c.entry(n).status = s
 	c.fail(s.Err())
+}
+
+// unregistered is the memory of an inlined segment that names no region.
+func unregistered(s rdma.Segment) []byte {
+	return unsafe.Slice(*(**byte)(unsafe.Pointer(&s.Addr)), s.Length)
 }
 
 func (c *conn) PostRecv(rrs []rdma.RecvRequest) (int, error) {
@@ -403,7 +450,7 @@ func (c *conn) take(wc []rdma.Completion) (int, error) {
 	if n > 0 && c.cqHead != c.cqTail {
 		c.wake()
 	}
-	if n == 0 && c.err != nil && c.sqHead == c.sqTail && !c.in.active && !c.out.writing {
+	if n == 0 && c.settled {
 		return 0, c.err
 	}
 	return n, nil
@@ -417,6 +464,7 @@ func (c *conn) Poll(wc []rdma.Completion) (int, error) {
 		return n, err
 	}
 	c.in.active = true
+	c.in.unpoke()
 	c.mu.Unlock()
 	c.in.step(false)
 	c.mu.Lock()
@@ -450,7 +498,6 @@ func (c *conn) Wait(ctx context.Context, wc []rdma.Completion) (int, error) {
 
 // waitManual reads the socket until there is something to take.
 func (c *conn) waitManual(ctx context.Context, wc []rdma.Completion) (int, error) {
-	defer c.in.cancellable(ctx)()
 	for {
 		c.mu.Lock()
 		n, err := c.take(wc)
@@ -468,11 +515,13 @@ func (c *conn) waitManual(ctx context.Context, wc []rdma.Completion) (int, error
 			c.mu.Unlock()
 			continue
 		}
+		c.in.watch(ctx)
 		c.in.active = true
 		c.mu.Unlock()
 		c.in.step(true)
 		c.mu.Lock()
 		c.in.active = false
+		c.in.waiting = nil
 		c.settle()
 		c.mu.Unlock()
 	}
@@ -500,12 +549,12 @@ func (c *conn) Close() error {
 	c.fail(net.ErrClosed)
 	c.in.poke()
 	c.wake()
-	for c.in.active || c.out.writing {
+	for !c.settled {
 		c.cond.Wait()
 	}
 	c.mu.Unlock()
 	c.once.Do(func() {
-		c.sock.Close()
+		c.in.stopWatch()
 		if c.shared != nil {
 			c.shared.mu.Lock()
 			delete(c.shared.users, c)
@@ -543,9 +592,9 @@ var errRegionGone = errors.New("memory region deregistered while in use")
 // touches tells whether anything under way names r. Caller holds mu.
 func (c *conn) touches(r *region) bool {
 	for i := c.sqHead; i != c.sqTail; i++ {
-		if touches(c.sq[i%uint64(len(c.sq))].regions, r) {
+		if touches(c.entry(i).regions, r) {
 			return true
 		}
 	}
-	return c.rq.uses(r) || c.in.uses(r) || c.out.uses(r)
+	return c.in.uses(r) || c.out.uses(r)
 }

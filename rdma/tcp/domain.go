@@ -143,12 +143,30 @@ func (r *region) Deregister() error {
 	return nil
 }
 
-// recv is a posted receive.
+// recv is a posted receive. Its segments are checked when it is posted, and
+// found anew when a message comes: the region may have ended meanwhile.
 type recv struct {
-	id      uint64
+	id    uint64
+	local []rdma.Segment
+
+	// by resolve
 	length  int
 	segs    [][]byte
 	regions []*region
+}
+
+// resolve finds the memory of e.
+func (e *recv) resolve(d *domain) error {
+	e.length, e.segs, e.regions = 0, e.segs[:0], e.regions[:0]
+	for _, s := range e.local {
+		b, r, err := d.local(s, true)
+		if err != nil {
+			return err
+		}
+		e.length += len(b)
+		e.segs, e.regions = append(e.segs, b), append(e.regions, r)
+	}
+	return nil
 }
 
 // recvQueue is a ring of posted receives.
@@ -163,21 +181,18 @@ func newRecvQueue(depth int) recvQueue { return recvQueue{ring: make([]recv, dep
 func (q *recvQueue) full() bool  { return q.tail-q.head == uint64(len(q.ring)) }
 func (q *recvQueue) empty() bool { return q.tail == q.head }
 
-// add resolves and appends a request; the queue must not be full.
+// add checks and appends a request; the queue must not be full.
 func (q *recvQueue) add(d *domain, rr *rdma.RecvRequest) error {
 	if len(rr.Local) > maxSegments {
 		return fmt.Errorf("tcp: %w: %d segments", rdma.ErrInvalid, len(rr.Local))
 	}
 	e := &q.ring[q.tail%uint64(len(q.ring))]
-	e.id, e.length, e.segs, e.regions = rr.ID, 0, e.segs[:0], e.regions[:0]
 	for _, s := range rr.Local {
-		b, r, err := d.local(s, true)
-		if err != nil {
+		if _, _, err := d.local(s, true); err != nil {
 			return err
 		}
-		e.length += len(b)
-		e.segs, e.regions = append(e.segs, b), append(e.regions, r)
 	}
+	e.id, e.local = rr.ID, append(e.local[:0], rr.Local...)
 	q.tail++
 	return nil
 }
@@ -187,15 +202,6 @@ func (q *recvQueue) take(e *recv) {
 	src := &q.ring[q.head%uint64(len(q.ring))]
 	*e, *src = *src, *e
 	q.head++
-}
-
-func (q *recvQueue) uses(r *region) bool {
-	for i := q.head; i != q.tail; i++ {
-		if touches(q.ring[i%uint64(len(q.ring))].regions, r) {
-			return true
-		}
-	}
-	return false
 }
 
 func touches(rs []*region, r *region) bool {

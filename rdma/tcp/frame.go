@@ -29,10 +29,19 @@ const (
 
 const (
 	flagAck = 1 << 0 // WRITE, SEND: answer when done
-	flagImm = 1 << 1 // WRITE, SEND: immediate data
-
-	flagsAll = flagAck | flagImm
+	flagImm = 1 << 1 // WRITE: immediate data, which takes a receive
 )
+
+// flags are those that a frame of type t may carry.
+func (t frameType) flags() uint8 {
+	switch t {
+	case frameWrite:
+		return flagAck | flagImm
+	case frameSend:
+		return flagAck
+	}
+	return 0
+}
 
 type header struct {
 	typ    frameType
@@ -57,26 +66,22 @@ func (h *header) put(b *[headerSize]byte) {
 }
 
 // parseHeader decodes and checks a header; the error matches rdma.ErrProtocol.
+// It is strict: a field that a type does not use is zero, so that a later
+// version can give it a meaning.
 func parseHeader(b []byte) (header, error) {
 	h := header{
 		typ: frameType(b[0]), flags: b[1], status: rdma.Status(b[2]),
 		length: le.Uint32(b[4:]), addr: le.Uint64(b[8:]), rkey: le.Uint32(b[16:]), imm: le.Uint32(b[20:]), seq: le.Uint64(b[24:]),
 	}
 	switch {
-	case h.typ < frameReadReq || h.typ > frameNak, b[3] != 0, h.flags&^flagsAll != 0, h.length > maxMessage,
+	case h.typ < frameReadReq || h.typ > frameNak, b[3] != 0, h.length > maxMessage,
 		h.typ == frameNak && (h.status == rdma.StatusOK || h.status > rdma.StatusGeneral),
 		h.typ != frameNak && h.status != rdma.StatusOK,
 		(h.typ == frameAck || h.typ == frameNak) && h.length != 0,
-		h.flags != 0 && h.typ != frameWrite && h.typ != frameSend:
+		h.flags&^h.typ.flags() != 0,
+		h.imm != 0 && h.flags&flagImm == 0,
+		h.typ != frameReadReq && h.typ != frameWrite && (h.addr != 0 || h.rkey != 0):
 		return h, fmt.Errorf("%w: frame %x", rdma.ErrProtocol, b[:headerSize])
 	}
 	return h, nil
-}
-
-// payload is how many bytes follow the header.
-func (h *header) payload() int {
-	if h.typ == frameWrite || h.typ == frameSend || h.typ == frameReadResp {
-		return int(h.length)
-	}
-	return 0
 }

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"slices"
 	"sync"
 	"time"
 
@@ -54,22 +55,33 @@ func (g *greeting) encode(size int) []byte {
 	return b
 }
 
+var errNoGreeting = fmt.Errorf("%w: it does not greet as rblk's tcp provider (version %d) does; check host and port", rdma.ErrProtocol, helloVersion)
+
 // decodeGreeting checks all but the version, whose layout later versions keep
 // up to here.
 func decodeGreeting(b []byte) (greeting, error) {
 	if string(b[:8]) != helloMagic {
-		return greeting{}, fmt.Errorf("%w: it does not greet as rblk's tcp provider does", rdma.ErrProtocol)
+		return greeting{}, errNoGreeting
 	}
 	g := greeting{version: le.Uint16(b[8:]), reads: le.Uint16(b[10:]), rnr: le.Uint32(b[12:]), result: b[18]}
 	n := int(le.Uint16(b[16:]))
 	if g.version != helloVersion {
 		return g, nil
 	}
-	if n > len(b)-24 || g.reads > maxReads {
-		return g, fmt.Errorf("%w: greeting", rdma.ErrProtocol)
+	if n > len(b)-24 || g.reads > maxReads || !allZero(b[19:24]) || !allZero(b[24+n:]) {
+		return g, fmt.Errorf("%w: malformed greeting", rdma.ErrProtocol)
 	}
 	g.data = b[24 : 24+n : 24+n]
 	return g, nil
+}
+
+func allZero(b []byte) bool {
+	for _, x := range b {
+		if x != 0 {
+			return false
+		}
+	}
+	return true
 }
 
 // terms is what a connection has agreed on.
@@ -128,7 +140,9 @@ func (r *route) Connect(ctx context.Context, pd rdma.ProtectionDomain, opts rdma
 	defer cancel()
 	var errs []error
 	for _, addr := range r.addrs {
-		sock, err := new(net.Dialer).DialContext(ctx, "tcp", addr)
+		// An address that swallows packets leaves time for the next.
+		dialer := net.Dialer{Timeout: r.p.opts.HandshakeTime / time.Duration(len(r.addrs))}
+		sock, err := dialer.DialContext(ctx, "tcp", addr)
 		if err != nil {
 			errs = append(errs, err)
 			continue
@@ -140,7 +154,16 @@ func (r *route) Connect(ctx context.Context, pd rdma.ProtectionDomain, opts rdma
 		}
 		return c, nil
 	}
-	return nil, fmt.Errorf("tcp: connect: %w", errors.Join(errs...))
+	return nil, fmt.Errorf("tcp: connect: %w", joinLine(errs))
+}
+
+// joinLine joins errors on one line.
+func joinLine(errs []error) error {
+	err := errs[0]
+	for _, e := range errs[1:] {
+		err = fmt.Errorf("%w; %w", err, e)
+	}
+	return err
 }
 
 func checkDomain(p *provider, pd rdma.ProtectionDomain, data []byte, most int) (*domain, error) {
@@ -164,7 +187,10 @@ func dial(ctx context.Context, sock *net.TCPConn, d *domain, opts rdma.ConnOptio
 	b := make([]byte, replySize)
 	if n, err := io.ReadFull(sock, b); err != nil {
 		if n > 0 && string(b[:min(n, 8)]) != helloMagic[:min(n, 8)] {
-			return nil, fmt.Errorf("%w: it does not greet as rblk's tcp provider does", rdma.ErrProtocol)
+			return nil, errNoGreeting
+		}
+		if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
+			err = fmt.Errorf("%w: peer closed during the handshake: %w", rdma.ErrBroken, io.ErrUnexpectedEOF)
 		}
 		return nil, cause(ctx, err)
 	}
@@ -178,7 +204,7 @@ func dial(ctx context.Context, sock *net.TCPConn, d *domain, opts rdma.ConnOptio
 	case g.result == resultRejected:
 		return nil, &rdma.RejectError{Reason: g.data}
 	case g.result != resultAccepted || len(g.data) > rdma.MaxPrivateData:
-		return nil, fmt.Errorf("%w: greeting", rdma.ErrProtocol)
+		return nil, fmt.Errorf("%w: greeting with result %d and %d bytes", rdma.ErrProtocol, g.result, len(g.data))
 	}
 	return newConn(sock, d, opts, terms{
 		reads: min(opts.ReadDepth, int(g.reads)), rnr: time.Duration(g.rnr) * time.Millisecond, private: g.data,
@@ -216,9 +242,11 @@ type listener struct {
 	reqs   chan *request
 	ctx    context.Context
 	cancel context.CancelFunc
-	places chan struct{} // one a handshake
 	wg     sync.WaitGroup
 	once   sync.Once
+
+	mu   sync.Mutex
+	half []*net.TCPConn // guarded by mu: handshakes under way, oldest first
 }
 
 func (p *provider) Listen(ctx context.Context, addr string) (rdma.Listener, error) {
@@ -229,7 +257,7 @@ func (p *provider) Listen(ctx context.Context, addr string) (rdma.Listener, erro
 	if err != nil {
 		return nil, fmt.Errorf("tcp: %w", err)
 	}
-	l := &listener{p: p, l: nl, reqs: make(chan *request), places: make(chan struct{}, p.opts.HalfOpen)}
+	l := &listener{p: p, l: nl, reqs: make(chan *request)}
 	l.ctx, l.cancel = context.WithCancel(context.Background())
 	p.listeners.Add(1)
 	l.wg.Go(l.run)
@@ -262,16 +290,33 @@ func (l *listener) run() {
 			}
 			continue
 		}
-		select {
-		case l.places <- struct{}{}:
-			l.wg.Go(func() {
-				defer func() { <-l.places }()
-				l.greet(sock.(*net.TCPConn))
-			})
-		default:
-			l.p.opts.Logger.Warn("tcp: too many handshakes under way", "remote", sock.RemoteAddr())
-			sock.Close()
-		}
+		tc := sock.(*net.TCPConn)
+		l.begin(tc)
+		l.wg.Go(func() {
+			defer l.end(tc)
+			l.greet(tc)
+		})
+	}
+}
+
+// begin notes a handshake. When there are too many, the oldest loses its
+// connection: peers that connect and stall cannot keep others out.
+func (l *listener) begin(sock *net.TCPConn) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if len(l.half) >= l.p.opts.HalfOpen {
+		l.p.opts.Logger.Warn("tcp: too many handshakes under way, closing the oldest", "remote", l.half[0].RemoteAddr())
+		l.half[0].Close()
+		l.half = slices.Delete(l.half, 0, 1)
+	}
+	l.half = append(l.half, sock)
+}
+
+func (l *listener) end(sock *net.TCPConn) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if i := slices.Index(l.half, sock); i >= 0 {
+		l.half = slices.Delete(l.half, i, i+1)
 	}
 }
 
@@ -285,7 +330,7 @@ func (l *listener) greet(sock *net.TCPConn) {
 		sock.Close()
 		return
 	}
-	req.timer = time.AfterFunc(l.p.opts.HandshakeTime, func() { req.Reject([]byte("nobody took the connection request")) })
+	req.arm(l.p.opts.HandshakeTime)
 	select {
 	case l.reqs <- req:
 	case <-l.ctx.Done():
@@ -308,13 +353,13 @@ func (l *listener) Accept(ctx context.Context) (rdma.ConnRequest, error) {
 
 // request is a peer that has said hello.
 type request struct {
-	p     *provider
-	sock  *net.TCPConn
-	peer  greeting
-	timer *time.Timer
+	p    *provider
+	sock *net.TCPConn
+	peer greeting
 
 	mu    sync.Mutex
-	ended bool // guarded by mu: accepted or rejected
+	timer *time.Timer // guarded by mu
+	ended bool        // guarded by mu: accepted or rejected
 }
 
 func (r *request) hello(ctx context.Context) error {
@@ -339,6 +384,13 @@ func (r *request) PrivateData() []byte  { return r.peer.data }
 func (r *request) RemoteAddr() net.Addr { return r.sock.RemoteAddr() }
 func (r *request) LocalAddr() net.Addr  { return r.sock.LocalAddr() }
 func (r *request) Device() rdma.Device  { return &r.p.dev }
+
+// arm rejects the request if it is left alone for d.
+func (r *request) arm(d time.Duration) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.timer = time.AfterFunc(d, func() { r.Reject([]byte("nobody took the connection request")) })
+}
 
 // end claims the request for its one ending.
 func (r *request) end() bool {

@@ -7,11 +7,13 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"os"
+	"runtime"
 	"syscall"
 	"time"
 	"unsafe"
+
+	"golang.org/x/sys/unix"
 
 	"rblk/rdma"
 )
@@ -46,8 +48,13 @@ type incoming struct {
 	region  *region
 	current recv // the receive that cur uses
 	hasRecv bool
-	cutoff  bool // a Wait's context has ended
-	scratch recv
+
+	// guarded by conn.mu: manual progress
+	waiting   context.Context // of the Wait that reads, or nil
+	watched   <-chan struct{} // the Done channel whose end pokes the reader
+	stopWatch func() bool     // ends that
+	poked     bool            // the read deadline is in the past
+	stalled   time.Time       // since when the next message waits for a receive
 
 	destBack [][]byte // backing of dest
 	hdrs     [guessReads][headerSize]byte
@@ -66,39 +73,55 @@ func (in *incoming) init(c *conn) {
 	in.buf = in.spill
 	in.attempt = func(fd uintptr) bool { in.readv(fd); return true }
 	in.persist = func(fd uintptr) bool { in.readv(fd); return !errors.Is(in.err, syscall.EAGAIN) }
+	in.stopWatch = func() bool { return true }
 }
 
-// cancellable lets ctx's end interrupt a blocked step; the returned function
-// ends that.
-func (in *incoming) cancellable(ctx context.Context) func() {
-	if ctx.Done() == nil {
-		return func() {}
-	}
+// watch lets ctx's end interrupt the step that follows. The watch outlives the
+// step: most callers come with the same context again, and then it costs
+// nothing. Caller holds conn.mu.
+func (in *incoming) watch(ctx context.Context) {
 	c := in.c
-	fired := make(chan struct{})
-	stop := context.AfterFunc(ctx, func() {
-		defer close(fired)
+	in.waiting = ctx
+	in.unpoke()
+	done := ctx.Done()
+	if done == nil || done == in.watched {
+		return
+	}
+	in.stopWatch()
+	in.watched = done
+	in.stopWatch = context.AfterFunc(ctx, func() {
 		c.mu.Lock()
 		defer c.mu.Unlock()
-		in.cutoff = true
 		in.poke()
 	})
-	return func() {
-		if stop() {
-			return
-		}
-		<-fired
-		c.mu.Lock()
-		defer c.mu.Unlock()
-		in.cutoff = false
-		c.sock.SetReadDeadline(time.Time{})
-	}
 }
+
+// cutoff tells whether the context of the Wait that reads has ended. Caller
+// holds conn.mu.
+func (in *incoming) cutoff() bool { return in.waiting != nil && in.waiting.Err() != nil }
 
 // poke interrupts a blocked reader. Caller holds conn.mu.
 func (in *incoming) poke() {
+	in.poked = true
 	in.c.sock.SetReadDeadline(time.Unix(1, 0))
 	in.c.cond.Broadcast()
+}
+
+// unpoke makes the socket readable again. Caller holds conn.mu.
+func (in *incoming) unpoke() {
+	if in.poked {
+		in.poked = false
+		in.c.sock.SetReadDeadline(time.Time{})
+	}
+}
+
+// nudge tells whoever waits of completions that the reader has not made. Caller
+// holds conn.mu.
+func (in *incoming) nudge() {
+	in.c.wake()
+	if in.c.manual && in.active {
+		in.poke()
+	}
 }
 
 // uses tells whether the frame under way touches r. Caller holds conn.mu.
@@ -140,6 +163,10 @@ func (in *incoming) step(block bool) bool {
 		if produced && c.manual {
 			return true
 		}
+		if produced {
+			// The waiter first: it has work, this goroutine only expects some.
+			runtime.Gosched()
+		}
 		before = c.tail()
 		if err := in.read(block); err != nil {
 			if errors.Is(err, os.ErrDeadlineExceeded) || errors.Is(err, syscall.EAGAIN) {
@@ -170,16 +197,24 @@ func (in *incoming) stop(err error) bool {
 	if errors.Is(err, errInterrupted) && c.err == nil {
 		return true
 	}
-	if errors.Is(err, io.EOF) && in.left == 0 && len(in.buf) == in.pos {
-		err = rdma.ErrDisconnected
-	} else if errors.Is(err, io.EOF) {
-		err = errors.Join(rdma.ErrDisconnected, io.ErrUnexpectedEOF)
-	} else if errors.Is(err, syscall.ECONNRESET) {
-		err = errors.Join(rdma.ErrDisconnected, err)
+	if errors.Is(err, io.EOF) && (in.left > 0 || len(in.buf) > in.pos) {
+		err = io.ErrUnexpectedEOF
 	}
-	c.fail(err)
+	c.fail(lost(err))
 	c.out.flush() // a NAK, if that is why
 	return false
+}
+
+// lost is the reason of an end that the socket told of: the peer ended it,
+// unless the error is another.
+func lost(err error) error {
+	switch {
+	case errors.Is(err, io.EOF):
+		return rdma.ErrDisconnected
+	case errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, syscall.ECONNRESET), errors.Is(err, syscall.EPIPE):
+		return fmt.Errorf("%w: %w", rdma.ErrDisconnected, err)
+	}
+	return err
 }
 
 // errInterrupted: a stalled reader was called off by its waiter's context.
@@ -282,7 +317,7 @@ func (in *incoming) begin(h header, block bool) error {
 		}
 		return in.request(h, block)
 	case frameReadResp:
-		e, err := c.answered(h)
+		e, err := c.response(h)
 		if err != nil {
 			return err
 		}
@@ -342,29 +377,44 @@ func (in *incoming) refuse(seq uint64, s rdma.Status) error {
 func (in *incoming) receive(h header, block bool) error {
 	c := in.c
 	var timer *time.Timer
-	late := false
-	for !in.takeRecv() {
+	defer func() {
+		if timer != nil {
+			timer.Stop()
+		}
+	}()
+	for {
+		if ok, err := in.takeRecv(h); ok || err != nil {
+			in.stalled = time.Time{}
+			return err
+		}
 		if c.err != nil {
 			return c.err
 		}
-		if in.cutoff {
-			return errInterrupted
+		if in.stalled.IsZero() {
+			in.stalled = time.Now()
 		}
-		if late {
+		if c.rnr > 0 && time.Since(in.stalled) >= c.rnr {
 			return in.refuse(h.seq, rdma.StatusRNRRetryExceeded)
 		}
-		if !block {
+		if !block || in.cutoff() {
 			return errInterrupted
 		}
-		if timer == nil && c.rnr > 0 {
-			timer = time.AfterFunc(c.rnr, func() {
-				c.mu.Lock()
-				defer c.mu.Unlock()
-				late = true
-				c.cond.Broadcast()
-			})
-			defer timer.Stop()
+		// Nobody reads the socket meanwhile, so the peer's end is looked for.
+		if c.hungUp() {
+			return io.ErrUnexpectedEOF
 		}
+		next := stallCheck
+		if c.rnr > 0 {
+			next = min(next, c.rnr-time.Since(in.stalled))
+		}
+		if timer != nil {
+			timer.Stop()
+		}
+		timer = time.AfterFunc(next, func() {
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			c.cond.Broadcast()
+		})
 		// What was answered so far must not wait with us.
 		c.out.flush()
 		if c.cqHead != c.cqTail {
@@ -375,38 +425,57 @@ func (in *incoming) receive(h header, block bool) error {
 		}
 		c.cond.Wait()
 	}
-	return nil
 }
 
-// takeRecv takes a receive if there is one. Caller holds conn.mu.
-func (in *incoming) takeRecv() bool {
+// stallCheck is how often a connection that waits for a receive looks whether
+// its peer is still there.
+const stallCheck = time.Second
+
+// hungUp tells whether the peer has closed or the kernel has given it up.
+func (c *conn) hungUp() bool {
+	gone := false
+	err := c.raw.Control(func(fd uintptr) {
+		p := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLRDHUP}}
+		n, err := unix.Poll(p, 0)
+		gone = err == nil && n > 0 && p[0].Revents&(unix.POLLRDHUP|unix.POLLHUP|unix.POLLERR) != 0
+	})
+	return gone || err != nil
+}
+
+// takeRecv takes a receive if there is one, and finds its memory, which may
+// have gone since it was posted. Caller holds conn.mu.
+func (in *incoming) takeRecv(h header) (bool, error) {
 	c := in.c
 	if in.hasRecv {
-		return true
+		return true, nil
 	}
 	if c.shared != nil {
 		// A shared queue can outrun this connection's completions: then the
 		// message waits as if there were no receive.
 		if c.cqTail-c.cqHead >= uint64(len(c.cq)-len(c.sq)) || !c.shared.take(&in.current) {
-			return false
+			return false, nil
 		}
 	} else {
 		if c.rq.empty() {
-			return false
+			return false, nil
 		}
 		c.rq.take(&in.current)
 	}
+	if err := in.current.resolve(c.dom); err != nil {
+		c.complete(rdma.Completion{ID: in.current.id, Op: rdma.OpRecv, Status: rdma.StatusLocalProtection}, 0, 1)
+		return false, in.refuse(h.seq, rdma.StatusRemoteOperation)
+	}
 	in.hasRecv = true
-	return true
+	return true, nil
 }
 
-// answered finds the READ that a response is for and ends what came before it.
+// response finds the READ that a response is for and ends what came before it.
 // Caller holds conn.mu.
-func (c *conn) answered(h header) (*sendEntry, error) {
-	if h.seq < c.sqHead || h.seq >= c.sqNext {
+func (c *conn) response(h header) (*sendEntry, error) {
+	if h.seq < c.sqDone || h.seq >= c.sqGiven {
 		return nil, fmt.Errorf("%w: answer to request %d", rdma.ErrProtocol, h.seq)
 	}
-	e := &c.sq[h.seq%uint64(len(c.sq))]
+	e := c.entry(h.seq)
 	if e.op != rdma.OpRead || e.length != h.length {
 		return nil, fmt.Errorf("%w: %d bytes in answer to request %d", rdma.ErrProtocol, h.length, h.seq)
 	}
@@ -419,12 +488,12 @@ func (c *conn) answered(h header) (*sendEntry, error) {
 // skipTo ends the requests before n, among which no READ may be. Caller holds
 // mu.
 func (c *conn) skipTo(n uint64) error {
-	for i := c.sqHead; i != n; i++ {
-		if c.sq[i%uint64(len(c.sq))].op == rdma.OpRead {
+	for i := c.sqDone; i != n; i++ {
+		if c.entry(i).op == rdma.OpRead {
 			return fmt.Errorf("%w: answer to request %d before that to %d", rdma.ErrProtocol, n, i)
 		}
 	}
-	c.retire(n)
+	c.answered(n)
 	return nil
 }
 
@@ -436,7 +505,7 @@ func (in *incoming) finish() error {
 	h := &in.cur
 	switch h.typ {
 	case frameReadResp:
-		c.retire(h.seq + 1)
+		c.answered(h.seq + 1)
 		c.pump()
 	case frameWrite, frameSend:
 		in.region = nil
@@ -450,10 +519,10 @@ func (in *incoming) finish() error {
 		}
 		c.cond.Broadcast()
 	case frameAck:
-		if h.seq >= c.sqNext {
+		if h.seq >= c.sqGiven {
 			return fmt.Errorf("%w: answer to request %d", rdma.ErrProtocol, h.seq)
 		}
-		if h.seq < c.sqHead {
+		if h.seq < c.sqDone {
 			return nil
 		}
 		if err := c.skipTo(h.seq + 1); err != nil {
@@ -461,7 +530,7 @@ func (in *incoming) finish() error {
 		}
 		c.pump()
 	case frameNak:
-		if h.seq < c.sqHead || h.seq >= c.sqNext {
+		if h.seq < c.sqDone || h.seq >= c.sqGiven {
 			return fmt.Errorf("%w: refusal of request %d", rdma.ErrProtocol, h.seq)
 		}
 		if err := c.skipTo(h.seq); err != nil {
@@ -558,8 +627,8 @@ func (in *incoming) guess() (frames int, spill bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	room := guessBytes
-	for i := c.sqHead; i != c.sqNext && frames < guessReads; i++ {
-		e := &c.sq[i%uint64(len(c.sq))]
+	for i := c.sqDone; i != c.sqNext && frames < guessReads; i++ {
+		e := c.entry(i)
 		if e.op != rdma.OpRead {
 			if e.flags&rdma.WRSignaled != 0 {
 				break // its ACK comes first
@@ -640,18 +709,4 @@ func (in *incoming) regather(n int) {
 		}
 	}
 	in.buf, in.pos = stream, 0
-}
-
-// fileConn makes a TCP connection of a duplicate.
-func fileConn(f *os.File) (*net.TCPConn, error) {
-	nc, err := net.FileConn(f)
-	if err != nil {
-		return nil, err
-	}
-	tc, ok := nc.(*net.TCPConn)
-	if !ok {
-		nc.Close()
-		return nil, fmt.Errorf("not a TCP connection: %T", nc)
-	}
-	return tc, nil
 }

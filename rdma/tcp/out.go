@@ -4,7 +4,6 @@ package tcp
 
 import (
 	"errors"
-	"fmt"
 	"syscall"
 	"unsafe"
 
@@ -21,6 +20,8 @@ type frame struct {
 	size   int       // header and payload
 	resp   bool      // goes back to outgoing.free
 	queued bool
+
+	request bool // counts in conn.sqGiven and conn.sqSent
 }
 
 func (f *frame) set(h *header, segs [][]byte, r *region) {
@@ -46,11 +47,13 @@ type outgoing struct {
 	head, tail *frame
 	off        int    // bytes of head that are written
 	writing    bool   // somebody is the writer
-	free       *frame // frames for responses: one for each READ that the peer may have in flight
+	free       *frame // frames for responses
+	given      uint64 // requests in the iovecs of the next system call
 	ack        frame
 	ackDue     bool
 	ackSeq     uint64
 	nak        bool // a NAK is queued: the connection ends behind it
+	nakSent    bool
 	nakFrame   frame
 
 	// the writer's
@@ -64,7 +67,9 @@ type outgoing struct {
 
 func (o *outgoing) init(c *conn, reads int) {
 	o.c = c
-	for range max(1, reads) {
+	// Two for each READ that the peer may have in flight: it may have read a
+	// response, and asked again, before the writer has learnt that it is out.
+	for range 2 * max(1, reads) {
 		o.free = &frame{next: o.free, resp: true}
 	}
 	o.attempt = func(fd uintptr) bool { o.writev(fd); return true }
@@ -157,6 +162,7 @@ func (o *outgoing) write(how func(uintptr) bool) (full bool) {
 	c := o.c
 	for o.head != nil && (c.err == nil || o.nak) {
 		o.gather()
+		c.sqGiven = max(c.sqGiven, o.given)
 		c.mu.Unlock()
 		o.wrote, o.err = 0, nil
 		err := c.raw.Write(how)
@@ -169,8 +175,7 @@ func (o *outgoing) write(how func(uintptr) bool) (full bool) {
 		}
 		if err != nil {
 			o.nak = false
-			c.fail(fmt.Errorf("write: %w", err))
-			c.sock.Close()
+			c.fail(lost(err))
 			break
 		}
 		o.advance(o.wrote)
@@ -178,31 +183,16 @@ func (o *outgoing) write(how func(uintptr) bool) (full bool) {
 	}
 	o.writing = false
 	if o.nak && o.head == nil {
-		o.nak = false
-		o.hangUp()
+		o.nak, o.nakSent = false, true
 	}
 	c.settle()
 	return false
 }
 
-// hangUp ends a connection whose NAK is out, gently. Caller holds conn.mu.
-func (o *outgoing) hangUp() {
-	c := o.c
-	// The socket lives on as a duplicate until the peer has read the NAK; ours
-	// closes, which ends the reader.
-	if f, err := c.sock.File(); err == nil {
-		if dup, err := fileConn(f); err == nil {
-			c.dom.p.linger(dup)
-		}
-		f.Close()
-	}
-	c.sock.Close()
-}
-
 // gather fills the iovecs from the queue.
 func (o *outgoing) gather() {
 	o.n = 0
-	skip, total := o.off, 0
+	skip, total, requests := o.off, 0, uint64(0)
 	for f := o.head; f != nil && total < batchMax; f = f.next {
 		if o.n+1+len(f.segs) > iovMax {
 			break
@@ -212,7 +202,11 @@ func (o *outgoing) gather() {
 			skip = o.vec(s, skip)
 		}
 		total += f.size
+		if f.request {
+			requests++
+		}
 	}
+	o.given = o.c.sqSent + requests
 }
 
 // vec adds b less its first skip bytes, and returns what is left to skip.
@@ -243,7 +237,7 @@ func (o *outgoing) writev(fd uintptr) {
 
 // advance takes n written bytes off the queue. Caller holds conn.mu.
 func (o *outgoing) advance(n int) {
-	freed := false
+	c, freed := o.c, false
 	for n > 0 {
 		f := o.head
 		left := f.size - o.off
@@ -258,6 +252,9 @@ func (o *outgoing) advance(n int) {
 			o.tail = nil
 		}
 		f.next, f.queued = nil, false
+		if f.request {
+			c.sqSent++
+		}
 		if f.resp {
 			f.segs, f.region, f.one[0] = nil, nil, nil
 			f.next, o.free = o.free, f
@@ -265,6 +262,10 @@ func (o *outgoing) advance(n int) {
 		}
 	}
 	if freed {
-		o.c.cond.Broadcast()
+		c.cond.Broadcast()
+	}
+	before := c.cqTail
+	if c.reap(); c.cqTail != before {
+		c.in.nudge()
 	}
 }

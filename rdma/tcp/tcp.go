@@ -35,6 +35,10 @@ const (
 	deregisterGrace = time.Second
 	// lingerTime is how long a NAK is given to reach the peer.
 	lingerTime = time.Second
+	// userTimeout is how long sent bytes may go unacknowledged before the
+	// kernel breaks the connection (TCP_USER_TIMEOUT): several retransmissions
+	// on a bad network. The protocol above has a keepalive of its own.
+	userTimeout = 20 * time.Second
 )
 
 // Options of New. The zero value is a good default.
@@ -42,8 +46,8 @@ type Options struct {
 	// HandshakeTime bounds a handshake, and how long a ConnRequest may be left
 	// alone. Default 10 s.
 	HandshakeTime time.Duration
-	// HalfOpen bounds connections in the middle of a handshake, per listener;
-	// more are closed. Default 256.
+	// HalfOpen bounds connections whose handshake is under way, per listener;
+	// when one more comes, the oldest is closed. Default 256.
 	HalfOpen int
 	Logger   *slog.Logger // nil: discard
 }
@@ -66,10 +70,12 @@ func New(opts Options) (rdma.Provider, error) {
 }
 
 type provider struct {
-	opts    Options
-	dev     device
-	closed  atomic.Bool
-	lingers sync.WaitGroup // sockets that deliver a last NAK
+	opts   Options
+	dev    device
+	closed atomic.Bool
+
+	lingerMu sync.Mutex     // held over lingers.Add and the setting of closed
+	lingers  sync.WaitGroup // sockets that deliver a last frame
 
 	listeners, routes, domains, regions, conns atomic.Int64
 }
@@ -81,15 +87,20 @@ func (p *provider) Name() string { return "tcp" }
 func (p *provider) Devices() ([]rdma.Device, error) { return []rdma.Device{&p.dev}, nil }
 
 // Live counts what has not been closed; tests check that it goes back to zero.
-func (p *provider) Live() (domains, regions, conns int) {
-	return int(p.domains.Load()), int(p.regions.Load()), int(p.conns.Load())
+func (p *provider) Live() map[string]int {
+	return map[string]int{
+		"listeners": int(p.listeners.Load()), "routes": int(p.routes.Load()), "domains": int(p.domains.Load()),
+		"regions": int(p.regions.Load()), "connections": int(p.conns.Load()),
+	}
 }
 
 func (p *provider) Close() error {
 	if p.listeners.Load() != 0 || p.routes.Load() != 0 || p.domains.Load() != 0 {
 		return fmt.Errorf("tcp: provider: %w", rdma.ErrBusy)
 	}
+	p.lingerMu.Lock()
 	p.closed.Store(true)
+	p.lingerMu.Unlock()
 	p.lingers.Wait()
 	return nil
 }
@@ -97,6 +108,12 @@ func (p *provider) Close() error {
 // linger reads and drops what the peer still sends until it has seen our last
 // frame and closed, so that no reset overtakes the frame. It takes sock over.
 func (p *provider) linger(sock *net.TCPConn) {
+	p.lingerMu.Lock()
+	defer p.lingerMu.Unlock()
+	if p.closed.Load() {
+		sock.Close()
+		return
+	}
 	p.lingers.Go(func() {
 		defer sock.Close()
 		sock.CloseWrite()

@@ -5,7 +5,6 @@ package tcp
 import (
 	"bytes"
 	"context"
-	"net"
 	"testing"
 	"time"
 
@@ -138,88 +137,3 @@ func TestReadWriteSend(t *testing.T) {
 		cancel()
 	}
 }
-
-func benchRead(b *testing.B, size uint32, depth int) {
-	x, y := connectPair(b, 16<<20, true)
-	defer y.close(b)
-	defer x.close(b)
-	ctx := context.Background()
-	wc := make([]rdma.Completion, 64)
-	wr := make([]rdma.WorkRequest, 1)
-	seg := make([]rdma.Segment, 1)
-	b.SetBytes(int64(size))
-	b.ReportAllocs()
-	posted := 0
-	post := func() {
-		seg[0] = rdma.Seg(x.mr, uint64(posted%depth)*uint64(size), size)
-		wr[0] = rdma.WorkRequest{Op: rdma.OpRead, Flags: rdma.WRSignaled, Local: seg, Remote: rdma.RemoteAddr{Addr: y.mr.Addr(), RKey: y.mr.RKey()}}
-		if n, err := x.c.Post(wr); n != 1 || err != nil {
-			b.Fatal(n, err)
-		}
-		posted++
-	}
-	for range depth {
-		post()
-	}
-	for done := 0; done < b.N; {
-		n, err := x.c.Wait(ctx, wc)
-		if err != nil {
-			b.Fatal(err)
-		}
-		done += n
-		for range n {
-			post()
-		}
-	}
-}
-
-func BenchmarkRead4K(b *testing.B)    { benchRead(b, 4096, 1) }
-func BenchmarkRead4Kx32(b *testing.B) { benchRead(b, 4096, 32) }
-func BenchmarkRead1Mx8(b *testing.B)  { benchRead(b, 1<<20, 8) }
-
-func benchNet(b *testing.B, size, depth int) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		b.Fatal(err)
-	}
-	defer l.Close()
-	go func() {
-		c, err := l.Accept()
-		if err != nil {
-			return
-		}
-		defer c.Close()
-		req, resp := make([]byte, 32), make([]byte, size)
-		for {
-			if _, err := c.Read(req[:1]); err != nil {
-				return
-			}
-			if _, err := c.Write(resp); err != nil {
-				return
-			}
-		}
-	}()
-	c, err := net.Dial("tcp", l.Addr().String())
-	if err != nil {
-		b.Fatal(err)
-	}
-	defer c.Close()
-	buf := make([]byte, size)
-	b.SetBytes(int64(size))
-	for range depth {
-		c.Write([]byte{1})
-	}
-	for range b.N {
-		for got := 0; got < size; {
-			n, err := c.Read(buf[got:])
-			if err != nil {
-				b.Fatal(err)
-			}
-			got += n
-		}
-		c.Write([]byte{1})
-	}
-}
-
-func BenchmarkNet4K(b *testing.B)   { benchNet(b, 4096, 1) }
-func BenchmarkNet1Mx8(b *testing.B) { benchNet(b, 1<<20, 8) }
