@@ -53,7 +53,9 @@ func newProvider(t testing.TB) rdma.Provider {
 func TestConformance(t *testing.T) {
 	addr := testAddr(t)
 	rdmatest.Run(t, func(t testing.TB) rdmatest.Pair {
+		const life = 500 * time.Millisecond
 		p := newProvider(t)
+		p.(*provider).requestLife = life
 		devs, err := p.Devices()
 		if err != nil || len(devs) == 0 {
 			t.Fatalf("devices: %v, %v", devs, err)
@@ -66,6 +68,7 @@ func TestConformance(t *testing.T) {
 			BigRegion:   os.Getenv("RBLK_VERBS_BIG") != "",
 			LooseStatus: iwarp || strings.HasSuffix(t.Name(), "/ReceiveTooSmall"), // rxe calls it an operation error
 			IWARP:       iwarp,
+			RequestLife: life,
 			Siw:         iwarp && devs[0].Info().NUMANode < 0,
 		}
 	})

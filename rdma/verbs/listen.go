@@ -27,9 +27,9 @@ import (
 const (
 	// backlog is how many requests may wait for Accept; more are refused.
 	backlog = 128
-	// requestTimeout is how long a request may wait for an answer: the
+	// defaultRequestLife is how long a request may wait for an answer: the
 	// contract of rdma.ConnRequest.
-	requestTimeout = 10 * time.Second
+	defaultRequestLife = 10 * time.Second
 )
 
 // listener implements rdma.Listener.
@@ -201,7 +201,7 @@ func newRequest(p *provider, id *cmID, e cmEvent) (*request, error) {
 	}
 	r := &request{p: p, id: id, dev: dev, private: clip(e.private, rdma.MaxPrivateData), local: tcpAddr(id.local()), remote: tcpAddr(id.peer())}
 	r.depth.responder, r.depth.initiator = e.responderResources, e.initiatorDepth
-	r.timer = time.AfterFunc(requestTimeout, func() { r.Reject(nil) })
+	r.timer = time.AfterFunc(p.requestLife, func() { r.Reject(nil) })
 	return r, nil
 }
 

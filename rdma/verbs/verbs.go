@@ -22,6 +22,7 @@ import (
 	"strings"
 	"sync"
 	"syscall"
+	"time"
 	"unsafe"
 
 	"rblk/rdma"
@@ -34,6 +35,8 @@ const Built = true
 type provider struct {
 	opts Options
 	log  *slog.Logger
+	// requestLife is defaultRequestLife, but in tests.
+	requestLife time.Duration
 
 	mu      sync.Mutex
 	closed  bool               // guarded by mu
@@ -76,7 +79,7 @@ func New(opts Options) (rdma.Provider, error) {
 		return nil, fmt.Errorf("verbs: path MTU %d: must be 256, 512, 1024, 2048 or 4096", mtu)
 	}
 	opts = opts.withDefaults()
-	return &provider{opts: opts, log: opts.Logger, devices: map[string]*device{}}, nil
+	return &provider{opts: opts, log: opts.Logger, requestLife: defaultRequestLife, devices: map[string]*device{}}, nil
 }
 
 func (p *provider) Name() string { return "verbs" }
