@@ -125,7 +125,7 @@ func MountPath(path string) (string, error) {
 		}
 		parent, err := filepath.EvalSymlinks(filepath.Dir(abs))
 		if err != nil {
-			return "", err
+			return "", fmt.Errorf("%s: %w", path, err)
 		}
 		abs = filepath.Join(parent, filepath.Base(abs))
 		if _, mounted, err := FindMount(abs); err != nil || mounted {
