@@ -52,7 +52,7 @@ func (s *Server) newHTTP() *http.Server {
 		Handler: mux,
 		// A client that sends its request drop by drop is not waited for.
 		ReadHeaderTimeout: 10 * time.Second,
-		ReadTimeout:       30 * time.Second,
+		ReadTimeout:       s.opts.ReadTime,
 		IdleTimeout:       2 * time.Minute,
 		MaxHeaderBytes:    16 << 10,
 		ErrorLog:          slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
