@@ -108,7 +108,9 @@ func (m *Mount) start(o Options, xattrs bool) error {
 
 // protocolOptions is what to agree on with the kernel.
 func protocolOptions(noOpen, xattrs bool, log *slog.Logger) *gofuse.MountOptions {
-	extra := uint64(gofuse.CAP_ASYNC_DIO | gofuse.CAP_ATOMIC_O_TRUNC | gofuse.CAP_DIRECT_IO_ALLOW_MMAP | gofuse.CAP_HANDLE_KILLPRIV_V2)
+	// Not CAP_ASYNC_DIO: with it the kernel waits for O_DIRECT calls in a way
+	// that not even SIGKILL ends, and a dead target would make zombies.
+	extra := uint64(gofuse.CAP_ATOMIC_O_TRUNC | gofuse.CAP_DIRECT_IO_ALLOW_MMAP | gofuse.CAP_HANDLE_KILLPRIV_V2)
 	if noOpen {
 		extra |= gofuse.CAP_NO_OPENDIR_SUPPORT
 	}
