@@ -205,6 +205,11 @@ func (c *sconn) serve(ctx context.Context) error {
 var errProtocol = errors.New("protocol violation")
 
 func (c *sconn) complete(ctx context.Context, wc *rdma.Completion) error {
+	op := rdma.OpRecv
+	if wc.ID&sendTag != 0 {
+		op = rdma.OpSend
+	}
+	c.s.srv.metrics.ops.WithLabelValues(op.String(), wc.Status.String()).Inc()
 	if wc.Status != rdma.StatusOK {
 		return wc.Status.Err()
 	}
@@ -268,7 +273,7 @@ func (c *sconn) request(ctx context.Context, h wire.Header, body []byte) error {
 		if err := d.Parse(body); err != nil {
 			return err
 		}
-		c.async(func() wire.Status { return c.s.drop(int(d.Connection), c) }, h.Seq)
+		c.async(h, func() wire.Status { return c.s.drop(int(d.Connection), c) })
 	case wire.TypeMap:
 		m := &wire.Map{}
 		if err := m.Parse(body); err != nil {
@@ -279,7 +284,7 @@ func (c *sconn) request(ctx context.Context, h wire.Header, body []byte) error {
 		if err := wire.ParseEmpty(body); err != nil {
 			return err
 		}
-		c.async(func() wire.Status { return c.s.exp.content.flush(ctx) }, h.Seq)
+		c.async(h, func() wire.Status { return c.s.exp.content.flush(ctx) })
 	default:
 		return c.ranged(ctx, h, body)
 	}
@@ -295,7 +300,7 @@ func (c *sconn) ranged(ctx context.Context, h wire.Header, body []byte) error {
 	if h.Type != wire.TypeCommit && len(r.Ranges) != 1 {
 		return fmt.Errorf("%d ranges where one belongs", len(r.Ranges))
 	}
-	c.async(func() wire.Status {
+	c.async(h, func() wire.Status {
 		switch {
 		case c.s.access == wire.AccessRead:
 			return wire.StatusReadOnly
@@ -303,18 +308,24 @@ func (c *sconn) ranged(ctx context.Context, h wire.Header, body []byte) error {
 			return wire.StatusUnsupported // no export here needs it
 		}
 		return c.s.exp.content.zero(ctx, r.Ranges[0])
-	}, h.Seq)
+	})
 	return nil
 }
 
 // async answers a request with f's status. What may wait for the store runs so;
 // the credits bound how many.
-func (c *sconn) async(f func() wire.Status, seq uint64) {
-	c.handlers.Go(func() { _ = c.done(seq, f()) }) // an error has ended the connection
+func (c *sconn) async(h wire.Header, f func() wire.Status) {
+	start := time.Now()
+	c.handlers.Go(func() {
+		st := f()
+		c.s.srv.metrics.answered(h.Type, start)
+		_ = c.done(h.Seq, st) // an error has ended the connection
+	})
 }
 
 // mapped answers a MAP.
 func (c *sconn) mapped(ctx context.Context, seq uint64, m *wire.Map) {
+	start := time.Now()
 	var parts [][]wire.Grant
 	if c.s.access == wire.AccessRead && m.Intent != wire.IntentRead {
 		for _, r := range m.Ranges {
@@ -333,6 +344,7 @@ func (c *sconn) mapped(ctx context.Context, seq uint64, m *wire.Map) {
 		}
 	}
 	c.s.give(spare)
+	c.s.srv.metrics.answered(wire.TypeMap, start)
 	if err := c.answer(func(b []byte) []byte { return all.Append(b, wire.Header{Type: wire.TypeMapped, Seq: seq}) }); err != nil {
 		for _, g := range all.Grants {
 			c.s.give([]uint64{g.ID})

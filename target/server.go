@@ -22,6 +22,8 @@ import (
 	"syscall"
 	"time"
 
+	"golang.org/x/net/netutil"
+
 	"rblk/dataset"
 	"rblk/rdma"
 	"rblk/wire"
@@ -56,6 +58,7 @@ type Options struct {
 	Keepalive      time.Duration // what initiators are told; default 5 s
 	Dead           time.Duration // silence after which a connection is broken; default 15 s
 	Revoke         time.Duration // time to answer a REVOKE; default 5 s
+	ReadTime       time.Duration // for a control request to arrive; default 30 s
 
 	Scan   dataset.ScanOptions
 	Logger *slog.Logger // nil: discard
@@ -79,6 +82,7 @@ func (o *Options) defaults() {
 	def(&o.Keepalive, 5*time.Second)
 	def(&o.Dead, 15*time.Second)
 	def(&o.Revoke, 5*time.Second)
+	def(&o.ReadTime, 30*time.Second)
 	if o.MaxSessions <= 0 {
 		o.MaxSessions = 1024
 	}
@@ -169,7 +173,7 @@ func New(ctx context.Context, opts Options) (_ *Server, err error) {
 	if s.state, err = openState(ctx, opts.StateDir); err != nil {
 		return nil, err
 	}
-	if s.frames, err = newPool(opts.Frames); err != nil {
+	if s.frames, err = newPool(opts.Frames, s.metrics.fill); err != nil {
 		return nil, err
 	}
 	s.limits = wire.Limits{
@@ -220,6 +224,8 @@ func (s *Server) listenControl(ctx context.Context, addr string) (net.Listener, 
 		l.Close()
 		return nil, err
 	}
+	// Each session may keep an event stream open; the rest is for requests.
+	l = netutil.LimitListener(l, s.opts.MaxSessions+spareRequests)
 	if s.security.tls != nil {
 		l = tls.NewListener(l, s.security.tls)
 	}
@@ -261,6 +267,9 @@ func listenError(plane, addr, flag string, err error) error {
 	}
 	return fmt.Errorf("%s address %s: %w; choose another with %s", plane, addr, err, flag)
 }
+
+// spareRequests are control connections beyond one for each session.
+const spareRequests = 256
 
 // ControlAddrs are the addresses that were got.
 func (s *Server) ControlAddrs() []string {
