@@ -85,6 +85,7 @@ func (p *plan) pin() {
 			s.ahead -= int64(n)
 			s.aheadUsed += uint64(n) * pageSize
 			v.ahead.unread.Add(-int64(n))
+			v.ahead.record.add(n, 0)
 			if got&b.pending != 0 {
 				p.stalled = b.stream
 			}
