@@ -4,6 +4,7 @@ package cache
 
 import (
 	"math/bits"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -184,6 +185,24 @@ func (v *Volume) fetchReserved(st *stream, lo, hi, blocks int64, marked bool) bo
 		v.gate.give(blocks)
 		return true
 	}
+	if v.tier.hasAny(claims) {
+		// From the disk in a goroutine of its own: the reader must not wait for
+		// it. It takes a hand over from the caller, who has one.
+		v.gate.reserve(hand)
+		v.work.Add(1)
+		go func() {
+			defer v.work.Done()
+			v.send(v.fromTier(slices.Clone(claims)), claims, blocks, marked)
+			v.gate.give(hand)
+		}()
+		return true
+	}
+	return v.send(claims, claims, blocks, marked)
+}
+
+// send fetches what is left of the claims from the target, and gives up the pins
+// of all of them and the reservation of blocks.
+func (v *Volume) send(claims, pinned []segment, blocks int64, marked bool) bool {
 	flights, err := v.prepare(claims, volume.LaneReadahead)
 	if err != nil {
 		v.unclaim(claims, err, false)
@@ -200,9 +219,10 @@ func (v *Volume) fetchReserved(st *stream, lo, hi, blocks int64, marked bool) bo
 	}
 	v.gate.reserve(reserved)
 	v.gate.give(blocks)
-	for _, c := range claims {
+	for _, c := range pinned {
 		v.unpin(c.b)
 	}
+	v.trim()
 	if err != nil {
 		return false
 	}
