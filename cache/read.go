@@ -39,9 +39,52 @@ func (v *Volume) Read(ctx context.Context, off int64, n int) (*View, error) {
 	v.stalls.Add(1)
 	if err := v.fill(ctx, &p); err != nil {
 		w.abandon()
+		if errors.Is(err, volume.ErrStale) || errors.Is(err, volume.ErrIO) {
+			return v.readExact(ctx, off, n)
+		}
 		return nil, err
 	}
 	w.build()
+	return w, nil
+}
+
+// readExact reads exactly what was asked for into frames of its own. A page of a
+// dataset holds several small files; when one of them cannot be read any more,
+// the page as a whole cannot, but its other files must.
+func (v *Volume) readExact(ctx context.Context, off int64, n int) (*View, error) {
+	b, err := v.NewBuffer(ctx, n)
+	if err != nil {
+		return nil, err
+	}
+	var ops []*volume.Op
+	for _, mem := range b.slices {
+		for len(mem) > 0 {
+			m := min(len(mem), v.maxTransfer)
+			b.users.Add(1) // the memory is the network's until the end
+			ops = append(ops, &volume.Op{
+				Kind: volume.OpRead, Lane: volume.LaneDemand, Offset: off, Mem: mem[:m:m], Done: func(*volume.Op) { b.done(0) },
+			})
+			mem, off = mem[m:], off+int64(m)
+		}
+	}
+	v.fetched.Add(uint64(n))
+	v.src.Submit(ops)
+	v.gate.pause()
+	for _, op := range ops {
+		if e := v.src.Await(ctx, op); e != nil && err == nil {
+			err = e
+		}
+	}
+	if e := v.gate.resume(); e != nil {
+		err = e
+	}
+	if err != nil {
+		b.Release()
+		return nil, err
+	}
+	w := newView(v, off, n)
+	w.private = b
+	w.slices = append(w.slices, b.slices...)
 	return w, nil
 }
 

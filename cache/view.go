@@ -15,6 +15,8 @@ type View struct {
 	slices [][]byte
 	blocks []*block
 
+	private *Buffer // the bytes, when no block has them: see readExact
+
 	reserved int64        // blocks in the gate
 	users    atomic.Int32 // the holder, and demand transfers under way
 	held     atomic.Bool  // by the caller
@@ -53,6 +55,12 @@ func (w *View) CopyTo(p []byte) int {
 func (w *View) Release() {
 	if !w.held.Swap(false) {
 		panic("cache: View released twice")
+	}
+	if w.private != nil {
+		w.private.Release()
+		*w = View{}
+		views.Put(w)
+		return
 	}
 	v := w.v
 	for i, b := range w.blocks {

@@ -73,8 +73,16 @@ func ParseHeader(msg []byte) (Header, []byte, error) {
 		return Header{}, nil, fmt.Errorf("%w: %d bytes", ErrLimit, h.Length)
 	case uint64(h.Length) > uint64(len(msg)):
 		return Header{}, nil, fmt.Errorf("%w: %d of %d bytes", ErrShort, len(msg), h.Length)
-	case int(h.Length) != len(msg), le.Uint32(msg[28:]) != 0, h.Flags&^FlagFUA != 0, h.Seq == 0:
-		return Header{}, nil, fmt.Errorf("%w: header", ErrMalformed)
+	case int(h.Length) != len(msg):
+		return Header{}, nil, fmt.Errorf("%w: %d bytes behind the message", ErrMalformed, len(msg)-int(h.Length))
+	case !h.Type.known():
+		return Header{}, nil, fmt.Errorf("%w: %v", ErrMalformed, h.Type)
+	case le.Uint32(msg[28:]) != 0 || h.Seq == 0:
+		return Header{}, nil, fmt.Errorf("%w: reserved field or sequence number of %v", ErrMalformed, h.Type)
+	case h.Flags != 0 && (h.Type != TypeCommit || h.Flags != FlagFUA):
+		return Header{}, nil, fmt.Errorf("%w: flags %#x of %v", ErrMalformed, h.Flags, h.Type)
+	case h.Status != StatusOK && !h.Type.answer():
+		return Header{}, nil, fmt.Errorf("%w: status of %v, a request", ErrMalformed, h.Type)
 	}
 	return h, msg[HeaderSize:], nil
 }
@@ -169,13 +177,19 @@ func (m *Mapped) Size() int {
 	return n
 }
 
-// Parse decodes a MAPPED's body, reusing m's slices.
+// Parse decodes a MAPPED's body, reusing m.Grants. The keys are freshly
+// allocated, all at once: whoever keeps a Grant keeps its keys.
 func (m *Mapped) Parse(body []byte) error {
 	n, body, err := count(body, 0, MaxGrants)
 	if err != nil {
 		return err
 	}
 	m.Grants = m.Grants[:0]
+	left := (len(body) - n*grantSize) / 4
+	if left < 0 || left > n*MaxDevices {
+		return fmt.Errorf("%w: %d grants in %d bytes", ErrMalformed, n, len(body))
+	}
+	all := make([]uint32, 0, left)
 	for range n {
 		if len(body) < grantSize {
 			return ErrShort
@@ -195,8 +209,12 @@ func (m *Mapped) Parse(body []byte) error {
 		if len(body) < 4*keys {
 			return ErrShort
 		}
-		for i := range keys {
-			g.RKeys = append(g.RKeys, le.Uint32(body[4*i:]))
+		if keys > 0 {
+			first := len(all)
+			for i := range keys {
+				all = append(all, le.Uint32(body[4*i:]))
+			}
+			g.RKeys = all[first:len(all):len(all)]
 		}
 		body = body[4*keys:]
 		m.Grants = append(m.Grants, g)

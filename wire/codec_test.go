@@ -120,6 +120,10 @@ func TestRefusals(t *testing.T) {
 		"huge":     {func(b []byte) []byte { b[6] = 0xff; return b }, ErrLimit},
 		"reserved": {func(b []byte) []byte { b[28] = 1; return b }, ErrMalformed},
 		"flags":    {func(b []byte) []byte { b[27] = 1; return b }, ErrMalformed},
+		"FUA":      {func(b []byte) []byte { b[26] = byte(FlagFUA); return b }, ErrMalformed},
+		"type 0":   {func(b []byte) []byte { b[3] = 0; return b }, ErrMalformed},
+		"type 9":   {func(b []byte) []byte { b[3] = 9; return b }, ErrMalformed},
+		"status":   {func(b []byte) []byte { b[24] = byte(StatusIO); return b }, ErrMalformed},
 		"seq 0":    {func(b []byte) []byte { b[8] = 0; return b }, ErrMalformed},
 	} {
 		if _, _, err := ParseHeader(c.spoil(good())); !errors.Is(err, c.want) {
@@ -133,9 +137,97 @@ func TestRefusals(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
+	for name, spoil := range map[string]func([]byte){
+		"intent 0": func(b []byte) { b[0] = 0 }, "intent 4": func(b []byte) { b[0] = 4 }, "reserved": func(b []byte) { b[2] = 1 },
+		"count more": func(b []byte) { b[4]++ }, "count less": func(b []byte) { b[4]-- },
+	} {
+		b := good()[HeaderSize:]
+		spoil(b)
+		if err := m.Parse(b); !errors.Is(err, ErrMalformed) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
 	many := (&Map{IntentRead, make([]Range, MaxRanges+1)}).Append(nil, Header{Type: TypeMap, Seq: 1})[HeaderSize:]
 	if err := m.Parse(many); !errors.Is(err, ErrLimit) {
 		t.Errorf("too many ranges: %v", err)
+	}
+}
+
+// TestGrantRefusals: what a grant may not say.
+func TestGrantRefusals(t *testing.T) {
+	good := Grant{ID: 1, Offset: 0, Length: 1 << 20, Addr: 1 << 40, RKeys: []uint32{1}}
+	encode := func(g Grant) []byte {
+		return (&Mapped{[]Grant{g}}).Append(nil, Header{Type: TypeMapped, Seq: 1})[HeaderSize:]
+	}
+	var m Mapped
+	if err := m.Parse(encode(good)); err != nil {
+		t.Fatal(err)
+	}
+	for name, spoil := range map[string]func(*Grant){
+		"empty":            func(g *Grant) { g.Length = 0 },
+		"wrapping offset":  func(g *Grant) { g.Offset = ^uint64(0) },
+		"wrapping address": func(g *Grant) { g.Addr = ^uint64(0) },
+		"no key":           func(g *Grant) { g.RKeys = nil },
+		"key of a refusal": func(g *Grant) { g.Status = StatusIO },
+		"too many keys":    func(g *Grant) { g.RKeys = make([]uint32, MaxDevices+1) },
+	} {
+		g := good
+		spoil(&g)
+		if err := m.Parse(encode(g)); !errors.Is(err, ErrMalformed) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	for cut := range encode(good) {
+		if err := m.Parse(encode(good)[:cut]); err == nil {
+			t.Errorf("cut to %d bytes: accepted", cut)
+		}
+	}
+}
+
+// TestKeysAreKept: grants of one message outlive the parsing of the next.
+func TestKeysAreKept(t *testing.T) {
+	message := func(key uint32) []byte {
+		return (&Mapped{[]Grant{{ID: 1, Length: 1, RKeys: []uint32{key}}, {ID: 2, Length: 1, RKeys: []uint32{key, key}}}}).
+			Append(nil, Header{Type: TypeMapped, Seq: 1})[HeaderSize:]
+	}
+	var m Mapped
+	if err := m.Parse(message(1)); err != nil {
+		t.Fatal(err)
+	}
+	kept := append([]Grant(nil), m.Grants...)
+	if err := m.Parse(message(2)); err != nil {
+		t.Fatal(err)
+	}
+	_ = append(kept[0].RKeys, 9)
+	if kept[0].RKeys[0] != 1 || kept[1].RKeys[0] != 1 || m.Grants[0].RKeys[0] != 2 {
+		t.Errorf("keys %v %v, then %v", kept[0].RKeys, kept[1].RKeys, m.Grants[0].RKeys)
+	}
+}
+
+// TestParseAllocates: decoding into used structs allocates nothing, but a
+// MAPPED's keys.
+func TestParseAllocates(t *testing.T) {
+	for _, s := range samples {
+		b := s.m.Append(nil, s.h)[HeaderSize:]
+		into := fresh(s.h.Type)
+		want := 0.0
+		if s.h.Type == TypeMapped {
+			want = 1
+		}
+		if n := testing.AllocsPerRun(100, func() { into.Parse(b) }); n != want {
+			t.Errorf("%v: %v allocations, want %v", s.h.Type, n, want)
+		}
+	}
+}
+
+func TestNames(t *testing.T) {
+	for typ := range 256 {
+		if named := !strings.HasPrefix(Type(typ).String(), "message type"); named != Type(typ).known() {
+			t.Errorf("type %d: named %v", typ, named)
+		}
+	}
+	if len(statusNames) != int(StatusDraining)+1 || Status(99).String() != "status 99" {
+		t.Error("a status has no name")
 	}
 }
 
@@ -184,6 +276,28 @@ func TestDecodeJSON(t *testing.T) {
 	}
 }
 
+func TestDecodeReply(t *testing.T) {
+	var l ExportList
+	if err := DecodeReply(strings.NewReader(`{"protocol":1,"news":1,"exports":[{"name":"a"}]}`), &l); err != nil || len(l.Exports) != 1 {
+		t.Fatal(l, err)
+	}
+	pad := `{"exports":[]` + strings.Repeat(" ", MaxReply) + "}"
+	for _, bad := range []string{``, `<html>`, `{} {}`, pad} {
+		if err := DecodeReply(strings.NewReader(bad), &l); err == nil || strings.Contains(err.Error(), "\n") {
+			t.Errorf("%.40q: %v", bad, err)
+		}
+	}
+}
+
+// TestComplaint: what the peer sent does not flood or break a log line.
+func TestComplaint(t *testing.T) {
+	var r SessionRequest
+	err := DecodeJSON(strings.NewReader(`{"`+strings.Repeat("é\\u001b", 5000)+`":1}`), &r)
+	if err == nil || len(err.Error()) > maxComplaint+50 || strings.ContainsAny(err.Error(), "\n\x1b") {
+		t.Errorf("%d bytes: %.300q", len(err.Error()), err)
+	}
+}
+
 func TestCheckVersion(t *testing.T) {
 	if err := CheckVersion("target", ProtocolVersion); err != nil {
 		t.Fatal(err)
@@ -215,6 +329,50 @@ func FuzzMessage(f *testing.F) {
 			t.Errorf("type %d: decoded and encoded again differs\n%x\n%x", h.Type, msg, again)
 		}
 	})
+}
+
+// FuzzBody feeds every decoder whatever comes, past the header's checks, into a
+// struct that is used again.
+func FuzzBody(f *testing.F) {
+	for _, s := range samples {
+		f.Add(uint8(s.h.Type), s.m.Append(nil, s.h)[HeaderSize:])
+	}
+	used := map[Type]body{}
+	for _, s := range samples {
+		used[s.h.Type] = fresh(s.h.Type)
+	}
+	f.Fuzz(func(t *testing.T, typ uint8, b []byte) {
+		m := used[Type(typ)]
+		if m == nil {
+			m = fresh(Type(typ))
+		}
+		if err := m.Parse(b); err != nil {
+			if !errors.Is(err, ErrShort) && !errors.Is(err, ErrLimit) && !errors.Is(err, ErrMalformed) {
+				t.Errorf("%v: %v", Type(typ), err)
+			}
+			return
+		}
+		if again := m.Append(nil, Header{Type: Type(typ), Seq: 1})[HeaderSize:]; !bytes.Equal(again, b) {
+			t.Errorf("%v: decoded and encoded again differs\n%x\n%x", Type(typ), b, again)
+		}
+	})
+}
+
+func BenchmarkMapped(b *testing.B) {
+	m := Mapped{slicesOf(Grant{ID: 1, Length: 1 << 20, RKeys: []uint32{1, 2}}, MaxGrants)}
+	var buf []byte
+	var into Mapped
+	b.ReportAllocs()
+	for b.Loop() {
+		buf = m.Append(buf[:0], Header{Type: TypeMapped, Seq: 1})
+		_, body, err := ParseHeader(buf)
+		if err == nil {
+			err = into.Parse(body)
+		}
+		if err != nil {
+			b.Fatal(err)
+		}
+	}
 }
 
 func FuzzPrivateData(f *testing.F) {

@@ -34,7 +34,11 @@ type SessionRequest struct {
 	Transports  []string `json:"transports,omitempty"` // provider names the initiator has; empty: any
 	Features    []string `json:"features,omitempty"`   // unknown ones are refused
 	Client      Client   `json:"client"`
-	Reopen      *Reopen  `json:"reopen,omitempty"`
+	// Nonce is 32 hex digits that the initiator makes up for each new session,
+	// and repeats when it has not seen the answer: the target then replaces
+	// the session that nobody has connected to.
+	Nonce  string  `json:"nonce,omitempty"`
+	Reopen *Reopen `json:"reopen,omitempty"`
 }
 
 // Client names the initiator to the people who run the target.

@@ -9,30 +9,76 @@ import (
 	"io"
 	"slices"
 	"strings"
+	"unicode"
 )
 
-// MaxJSON bounds one JSON body of the control plane.
-const MaxJSON = 64 << 10
+// Limits of one JSON body of the control plane.
+const (
+	MaxJSON  = 64 << 10 // of a request
+	MaxReply = 4 << 20  // of an answer: a list of some thousand exports or sessions
+)
 
-// DecodeJSON reads exactly one JSON value of at most MaxJSON bytes into v.
-// Unknown fields and bytes behind the value are refused. Errors are *Error with
+// maxComplaint bounds what of a bad body is repeated in an error.
+const maxComplaint = 200
+
+// DecodeJSON reads a request's body: exactly one JSON value of at most MaxJSON
+// bytes, into v. Unknown fields and bytes behind the value are refused, so that
+// a misspelt field cannot be silently without effect. Errors are *Error with
 // CodeBadRequest, of one line.
 func DecodeJSON(r io.Reader, v any) error {
-	lr := &io.LimitedReader{R: r, N: MaxJSON + 1}
+	if err := decode(r, v, MaxJSON, true); err != nil {
+		return &Error{Code: CodeBadRequest, Message: "request body: " + err.Error()}
+	}
+	return nil
+}
+
+// DecodeReply reads an answer's body: exactly one JSON value of at most
+// MaxReply bytes, into v. Unknown fields are skipped: a newer target of the
+// same protocol version may tell more. Errors are of one line.
+func DecodeReply(r io.Reader, v any) error {
+	if err := decode(r, v, MaxReply, false); err != nil {
+		return fmt.Errorf("answer of the target: %w", err)
+	}
+	return nil
+}
+
+func decode(r io.Reader, v any, limit int64, strict bool) error {
+	lr := &io.LimitedReader{R: r, N: limit + 1}
 	dec := json.NewDecoder(lr)
-	dec.DisallowUnknownFields()
+	if strict {
+		dec.DisallowUnknownFields()
+	}
 	err := dec.Decode(v)
 	if err == nil {
-		if _, err = dec.Token(); errors.Is(err, io.EOF) {
+		if _, err = dec.Token(); errors.Is(err, io.EOF) && lr.N > 0 {
 			return nil
 		}
 		err = errors.New("more than one JSON value")
 	}
 	if lr.N <= 0 {
-		err = fmt.Errorf("more than %d bytes", MaxJSON)
+		return fmt.Errorf("more than %d bytes", limit)
 	}
-	return &Error{Code: CodeBadRequest, Message: "request body: " + strings.ReplaceAll(err.Error(), "\n", " ")}
+	return oneLine{err}
 }
+
+// oneLine shows an error as one line of bounded length: the text may repeat
+// what the peer sent.
+type oneLine struct{ error }
+
+func (e oneLine) Error() string {
+	s := strings.Map(func(r rune) rune {
+		if unicode.IsControl(r) {
+			return ' '
+		}
+		return r
+	}, e.error.Error())
+	if len(s) > maxComplaint {
+		s = strings.ToValidUTF8(s[:maxComplaint], "") + "…"
+	}
+	return s
+}
+
+func (e oneLine) Unwrap() error { return e.error }
 
 // CheckVersion refuses another protocol version than this build's. peer names
 // the other side: "initiator" or "target".

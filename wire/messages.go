@@ -2,6 +2,8 @@
 
 package wire
 
+import "fmt"
+
 // Type is a binary message's kind.
 type Type uint8
 
@@ -26,6 +28,23 @@ const (
 	TypeDone    Type = 33
 	TypeRevoked Type = 34
 )
+
+var typeNames = map[Type]string{
+	TypeMap: "MAP", TypeUnmap: "UNMAP", TypeCommit: "COMMIT", TypeFlush: "FLUSH", TypeDiscard: "DISCARD", TypeZero: "ZERO",
+	TypeKeepalive: "KEEPALIVE", TypeDrop: "DROP", TypeRevoke: "REVOKE", TypeMapped: "MAPPED", TypeDone: "DONE", TypeRevoked: "REVOKED",
+}
+
+// String is the name that docs/protocol.md uses.
+func (t Type) String() string {
+	if s, ok := typeNames[t]; ok {
+		return s
+	}
+	return fmt.Sprintf("message type %d", uint8(t))
+}
+
+func (t Type) known() bool { return t >= TypeMap && t <= TypeDrop || t == TypeRevoke || t.answer() }
+
+func (t Type) answer() bool { return t >= TypeMapped && t <= TypeRevoked }
 
 // Limits of messages. A message that breaks one is malformed and ends its
 // connection.
@@ -137,6 +156,19 @@ const (
 	StatusNotGranted  Status = 12
 	StatusDraining    Status = 13
 )
+
+var statusNames = [...]string{
+	"ok", "protocol error", "range outside the volume", "read-only", "changed since the scan", "input/output error", "no space left",
+	"unsupported", "fenced", "instance changed", "too many grants", "no frame free", "not granted", "draining",
+}
+
+// String says what s means, in lower case, for logs and errors.
+func (s Status) String() string {
+	if int(s) < len(statusNames) {
+		return statusNames[s]
+	}
+	return fmt.Sprintf("status %d", uint16(s))
+}
 
 // Connect is the private data of a data connection's request (40 bytes):
 //
