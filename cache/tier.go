@@ -35,6 +35,12 @@ const (
 	sealAt     = 144
 	// slotSize is what a slot takes of the cap.
 	slotSize = blockSize + recordSize
+	// admitOne of so many blocks takes another's slot once all are taken. A tier
+	// that is smaller than its dataset is read in epochs: whatever replaces at
+	// every miss has then thrown out each block just before its turn. Keeping
+	// most serves tier/dataset of each epoch, and a change of what is read is
+	// still followed within some rounds.
+	admitOne = 16
 )
 
 // TierStats counts what the tier on local disk did. Corrupt and Errors were
@@ -51,13 +57,14 @@ type tier struct {
 	lock        *os.File
 	slots       int64 // at most
 
-	mu    sync.Mutex
-	at    map[int64]int64 // block → slot
-	owner []int64         // slot → block + 1
-	masks []uint16        // slot → pages
-	used  []bool          // slot → read since the hand came by
-	hand  int64           // of the clock, when all slots are taken
-	full  bool            // the disk is: no new slots
+	mu     sync.Mutex
+	at     map[int64]int64 // block → slot
+	owner  []int64         // slot → block + 1
+	masks  []uint16        // slot → pages
+	used   []bool          // slot → read since the hand came by
+	hand   int64           // of the clock, when all slots are taken
+	full   bool            // the disk is: no new slots
+	lacked uint64          // blocks that found all slots taken
 
 	failed atomic.Bool // the tier is given up
 
@@ -355,7 +362,7 @@ func (t *tier) place(num int64) (slot int64, have uint16, fresh bool) {
 		t.owner, t.masks, t.used = append(t.owner, 0), append(t.masks, 0), append(t.used, false)
 		return n, 0, true
 	}
-	if n == 0 {
+	if t.lacked++; n == 0 || t.lacked%admitOne != 0 {
 		return -1, 0, false
 	}
 	for range 2 * n {
