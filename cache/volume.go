@@ -223,6 +223,7 @@ func (v *Volume) Resize(size int64) error {
 // Operations that are blocked in the Source end with volume.ErrClosed.
 func (v *Volume) Close() error {
 	v.once.Do(func() {
+		v.ahead.pump.stop()
 		v.gate.close()
 		v.pool.calm()
 		close(v.quit)

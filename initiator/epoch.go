@@ -275,8 +275,9 @@ func (e *epoch) begin(xs []*op) {
 // split posts parts of x as far as there are grants. Until all are posted the
 // operation counts as a part of its own, so that it cannot end early.
 func (e *epoch) split(x *op) {
-	c := e.connFor(x.lane)
-	x.conn.Store(c)
+	if x.home == nil {
+		x.home = e.connFor(x.lane)
+	}
 	wr := rdma.OpRead
 	if x.kind == kindWrite {
 		wr = rdma.OpWrite
@@ -294,15 +295,31 @@ func (e *epoch) split(x *op) {
 		x.at += n
 	}
 	whole := x.at == x.n
+	if whole {
+		x.ledBy(x.home)
+	}
 	if len(ps) > 0 {
 		x.parts.Add(int32(len(ps)))
-		c.submit(ps)
+		x.home.submit(ps)
 	}
 	if !whole {
 		e.want(x)
 		return
 	}
 	e.partEnd(x)
+}
+
+// ledBy says whose completions end the operation, and lets who waits for it
+// lead there. Before that nobody may: what it waits for comes elsewhere, and a
+// leader sees the end of its operation only in its own connection's completions.
+func (x *op) ledBy(c *conn) {
+	x.conn.Store(c)
+	if x.awaiting.Load() {
+		select {
+		case x.wake <- struct{}{}:
+		default:
+		}
+	}
 }
 
 // maxPart bounds one work request, so that one transfer does not hold a lane up

@@ -45,7 +45,8 @@ type op struct {
 	failure atomic.Pointer[error]
 	tries   int // attempts that ended in a refusal by the target's adapter
 
-	conn     atomic.Pointer[conn] // the connection of its last part
+	home     *conn                // the connection of all its parts
+	conn     atomic.Pointer[conn] // home, once every part is posted: then its completions end the operation
 	done     atomic.Bool
 	awaiting atomic.Bool
 	released atomic.Bool   // nobody touches it any more: it may serve again
@@ -92,6 +93,7 @@ func (x *op) reset() {
 	x.parts.Store(0)
 	x.failure.Store(nil)
 	x.conn.Store(nil)
+	x.home = nil
 }
 
 // fail notes the first failure of the attempt.

@@ -62,6 +62,11 @@ func (s *Server) newHTTP() *http.Server {
 // authenticated finds out who asks, and turns errors into answers.
 func (s *Server) authenticated(h handler) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
+		if !s.serving.TryRLock() {
+			s.answerError(w, r, fail(wire.CodeDraining, "target is draining: try again"))
+			return
+		}
+		defer s.serving.RUnlock()
 		r.Body = http.MaxBytesReader(w, r.Body, wire.MaxJSON+1)
 		if _, _, err := s.security.principal(r); err != nil {
 			s.answerError(w, r, err)
@@ -186,7 +191,7 @@ func (s *Server) deleteSession(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	s.endSession(x)
+	s.endSession(x, claimDropped)
 	w.WriteHeader(http.StatusNoContent)
 	return nil
 }
@@ -203,7 +208,11 @@ func (s *Server) postConnections(w http.ResponseWriter, r *http.Request) error {
 	if req.Epoch != x.epochNow() {
 		return fail(wire.CodeFenced, "epoch %d of the session is over", req.Epoch)
 	}
-	answer(w, http.StatusOK, wire.TokensReply{Tokens: x.more(req.Count)})
+	tokens, err := x.more(req.Count)
+	if err != nil {
+		return err
+	}
+	answer(w, http.StatusOK, wire.TokensReply{Tokens: tokens})
 	return nil
 }
 
@@ -278,11 +287,18 @@ type AdminRescan struct {
 	Changed bool `json:"changed"`
 }
 
+// takeTime lets a request last: the time to read it, which also ends its context
+// when it is over, no longer counts.
+func takeTime(w http.ResponseWriter) {
+	http.NewResponseController(w).SetReadDeadline(time.Time{}) // an error shows when the connection is used
+}
+
 func (s *Server) postExport(w http.ResponseWriter, r *http.Request) error {
 	var a AdminExport
 	if err := wire.DecodeJSON(r.Body, &a); err != nil {
 		return err
 	}
+	takeTime(w)
 	var err error
 	switch {
 	case a.Memory != nil && a.Dataset == nil:
@@ -308,6 +324,7 @@ func (s *Server) deleteExport(w http.ResponseWriter, r *http.Request) error {
 }
 
 func (s *Server) postRescan(w http.ResponseWriter, r *http.Request) error {
+	takeTime(w)
 	changed, err := s.Rescan(r.Context(), r.PathValue("name"))
 	if err != nil {
 		return err

@@ -7,6 +7,7 @@ package cachetest
 
 import (
 	"context"
+	"encoding/binary"
 	"fmt"
 	"math/rand/v2"
 	"slices"
@@ -121,11 +122,13 @@ func (s *Source) Fill(seed uint64) {
 // Pattern fills p as Source.Fill fills a volume.
 func Pattern(p []byte, seed uint64) {
 	x := seed*0x9e3779b97f4a7c15 + 1
-	for i := range p {
+	for len(p) > 0 {
 		x ^= x << 13
 		x ^= x >> 7
 		x ^= x << 17
-		p[i] = byte(x >> 32)
+		var word [8]byte
+		binary.LittleEndian.PutUint64(word[:], x)
+		p = p[copy(p, word[:]):]
 	}
 }
 

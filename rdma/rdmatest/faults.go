@@ -93,13 +93,20 @@ func testRefusals(r *rig) {
 		fill(l.b.mem, 2)
 		before := bytes.Clone(l.b.mem)
 		// What is posted before succeeds, the culprit fails, the rest is flushed.
+		// Without the fences a WRITE may overtake the READ before it.
+		behind := l.a.writeWR(3, l.b, 0, 0, 5000)
+		behind.Flags |= rdma.WRFence
 		l.a.post(
 			l.a.readWR(1, l.b, 0, 500_000, 100_000),
-			rdma.WorkRequest{ID: 2, Op: tt.op, Local: l.a.seg(0, n), Remote: at},
-			l.a.writeWR(3, l.b, 0, 0, 5000),
+			rdma.WorkRequest{ID: 2, Op: tt.op, Flags: rdma.WRFence, Local: l.a.seg(0, n), Remote: at},
+			behind,
 			l.a.readWR(4, l.b, 0, 0, 5000),
 		)
 		l.a.expect(1)
+		if r.pair.IWARP {
+			l.endsUntouched(tt.name, before)
+			continue
+		}
 		c := l.a.next()
 		if c.ID != 2 || c.Status == rdma.StatusOK || c.Status != rdma.StatusRemoteAccess && !r.pair.LooseStatus {
 			l.Fatalf("%s: completion %d %v, want 2 %v", tt.name, c.ID, c.Status, rdma.StatusRemoteAccess)
@@ -113,6 +120,22 @@ func testRefusals(r *rig) {
 		if !bytes.Equal(l.b.mem, before) {
 			l.Fatalf("%s: the memory was touched", tt.name)
 		}
+	}
+}
+
+// endsUntouched: on iWARP the WRITEs may have succeeded as far as TCP knows, but
+// the READ behind them has not, and nothing has changed.
+func (l *link) endsUntouched(name string, before []byte) {
+	l.Helper()
+	for _, c := range l.a.rest() {
+		if c.ID == 4 && c.Status == rdma.StatusOK {
+			l.Fatalf("%s: the READ behind it succeeded", name)
+		}
+	}
+	l.a.dies()
+	l.b.dies()
+	if !bytes.Equal(l.b.mem, before) {
+		l.Fatalf("%s: the memory was touched", name)
 	}
 }
 
@@ -383,6 +406,8 @@ func testDeregisterInUse(r *rig) {
 		wg.Wait()
 		l.a.dies()
 		l.b.dies()
-		l.same(mem, mine)
+		if !r.pair.Siw {
+			l.same(mem, mine)
+		}
 	}
 }
