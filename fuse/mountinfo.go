@@ -124,6 +124,9 @@ func MountPath(path string) (string, error) {
 			return abs, err
 		}
 		parent, err := filepath.EvalSymlinks(filepath.Dir(abs))
+		if errors.Is(err, os.ErrNotExist) {
+			return abs, nil // nothing can be mounted there
+		}
 		if err != nil {
 			return "", fmt.Errorf("%s: %w", path, err)
 		}
