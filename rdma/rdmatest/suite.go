@@ -54,9 +54,8 @@ type Pair struct {
 	IWARP bool
 
 	// Siw: the device is Linux's software iWARP, whose defects (docs/rdma.md)
-	// the suite steps around: requests of several segments, or small ones that
-	// cross a page, may carry wrong bytes, and Deregister does not wait for a
-	// packet that is being placed.
+	// the suite steps around: small requests that cross a page carry wrong
+	// bytes, and Deregister does not wait for a packet that is being placed.
 	Siw bool
 
 	// RequestLife is how long the provider lets a ConnRequest be left alone.
