@@ -87,6 +87,9 @@ func testRefusals(r *rig) {
 		}},
 	}
 	for _, tt := range cases {
+		if r.pair.Siw && (tt.name == "read without remote read" || tt.name == "read of local memory") {
+			continue
+		}
 		l := r.connect(linkOptions{})
 		at := tt.at(l)
 		fill(l.a.mem, 1)
@@ -128,6 +131,14 @@ func testRefusals(r *rig) {
 // the culprit fails, and nothing has changed.
 func (l *link) endsUntouched(name string, before []byte) {
 	l.Helper()
+	if l.pair.Siw {
+		// Its terminate message may be stuck until there is more to send.
+		select {
+		case <-l.a.conn.Done():
+		case <-time.After(time.Second):
+			l.a.conn.Disconnect()
+		}
+	}
 	for _, c := range l.a.rest() {
 		if c.ID == 4 && c.Status == rdma.StatusOK {
 			l.Fatalf("%s: the READ behind it succeeded", name)
