@@ -106,14 +106,21 @@ func (tt *testTarget) stop() {
 
 func (tt *testTarget) dial(export, options string) *Volume {
 	tt.t.Helper()
+	p, err := tcp.New(tcp.Options{})
+	if err != nil {
+		tt.t.Fatal(err)
+	}
+	return tt.dialOver(p, export, options)
+}
+
+// dialOver opens an export over p, which ends with the test and must then have
+// nothing left.
+func (tt *testTarget) dialOver(p rdma.Provider, export, options string) *Volume {
+	tt.t.Helper()
 	src, err := ParseSource("rblk://" + tt.control + "/" + export)
 	if err == nil {
 		src, err = src.WithOptions(options)
 	}
-	if err != nil {
-		tt.t.Fatal(err)
-	}
-	p, err := tcp.New(tcp.Options{})
 	if err != nil {
 		tt.t.Fatal(err)
 	}
