@@ -87,6 +87,7 @@ func TestWaitersInOrder(t *testing.T) {
 		t.Fatalf("a frame too many: %v", err)
 	}
 	order := make(chan int64, 8)
+	done := make(chan struct{}) // nobody lets go before: that would serve the next one
 	ctx, cancel := context.WithCancel(within(t))
 	var wg sync.WaitGroup
 	for i := range int64(4) {
@@ -100,7 +101,8 @@ func TestWaitersInOrder(t *testing.T) {
 				return
 			}
 			order <- i
-			defer st.release(e)
+			<-done
+			st.release(e)
 		})
 		eventually(t, "it waits", func() bool { return st.waiting.Load() == int32(i+1) })
 	}
@@ -112,6 +114,7 @@ func TestWaitersInOrder(t *testing.T) {
 			t.Errorf("served %d, want %d", got, want)
 		}
 	}
+	close(done)
 	wg.Wait()
 	for i, e := range held {
 		if i != 0 && i != 2 && i != 3 {
