@@ -43,6 +43,7 @@ type block struct {
 	pages   [slabPages]page
 	wake    *wakeup // of those who wait for pending pages
 	stream  *stream // that reads ahead pages belong to
+	marked  bool    // its reader's next read here shall be told to it
 }
 
 // wakeup tells waiters that some pending pages are decided. failed and err are

@@ -57,6 +57,7 @@ func (v *Volume) unread(b *block, mask uint16) int {
 	b.ahead &^= mask
 	b.shard.aheadWasted += uint64(gone) * pageSize
 	v.ahead.unread.Add(-int64(gone))
+	v.ahead.record.add(0, gone)
 	if b.live {
 		b.shard.ahead -= int64(gone)
 	}

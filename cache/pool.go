@@ -3,6 +3,7 @@
 package cache
 
 import (
+	"bytes"
 	"fmt"
 	"math/bits"
 	"sync"
@@ -26,6 +27,10 @@ const (
 	// maxPieces bounds the number of registrations of one volume.
 	maxPieces = 64
 )
+
+// poison is what freed frames hold in tests: a view used after its release
+// shows it.
+var poison = bytes.Repeat([]byte{0xdb}, pageSize)
 
 // page is a frame: 1 + its number in the pool. 0 is none.
 type page uint32
@@ -202,10 +207,7 @@ func (p *pool) release(pages *[slabPages]page, mask uint16) {
 // releaseOne frees a page. p.mu is held.
 func (p *pool) releaseOne(pg page) {
 	if p.poison {
-		mem := p.mem(pg, 1)
-		for i := range mem {
-			mem[i] = 0xdb
-		}
+		copy(p.mem(pg, 1), poison)
 	}
 	slab, bit := int(pg-1)/slabPages, uint16(1)<<((pg-1)%slabPages)
 	if p.free[slab]&bit != 0 {

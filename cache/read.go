@@ -39,9 +39,52 @@ func (v *Volume) Read(ctx context.Context, off int64, n int) (*View, error) {
 	v.stalls.Add(1)
 	if err := v.fill(ctx, &p); err != nil {
 		w.abandon()
+		if errors.Is(err, volume.ErrStale) || errors.Is(err, volume.ErrIO) {
+			return v.readExact(ctx, off, n)
+		}
 		return nil, err
 	}
 	w.build()
+	return w, nil
+}
+
+// readExact reads exactly what was asked for into frames of its own. A page of a
+// dataset holds several small files; when one of them cannot be read any more,
+// the page as a whole cannot, but its other files must.
+func (v *Volume) readExact(ctx context.Context, off int64, n int) (*View, error) {
+	b, err := v.NewBuffer(ctx, n)
+	if err != nil {
+		return nil, err
+	}
+	var ops []*volume.Op
+	for _, mem := range b.slices {
+		for len(mem) > 0 {
+			m := min(len(mem), v.maxTransfer)
+			b.users.Add(1) // the memory is the network's until the end
+			ops = append(ops, &volume.Op{
+				Kind: volume.OpRead, Lane: volume.LaneDemand, Offset: off, Mem: mem[:m:m], Done: func(*volume.Op) { b.done(0) },
+			})
+			mem, off = mem[m:], off+int64(m)
+		}
+	}
+	v.fetched.Add(uint64(n))
+	v.src.Submit(ops)
+	v.gate.pause()
+	for _, op := range ops {
+		if e := v.src.Await(ctx, op); e != nil && err == nil {
+			err = e
+		}
+	}
+	if e := v.gate.resume(); e != nil {
+		err = e
+	}
+	if err != nil {
+		b.Release()
+		return nil, err
+	}
+	w := newView(v, off, n)
+	w.private = b
+	w.slices = append(w.slices, b.slices...)
 	return w, nil
 }
 
@@ -75,6 +118,9 @@ func (p *plan) pin() {
 		b := v.pinned(s, num, hi)
 		w.blocks = append(w.blocks, b)
 		s.served += uint64(hi - lo)
+		if b.marked {
+			b.marked, p.touched = false, b.stream
+		}
 		if got := need & b.ahead; got != 0 {
 			p.touched = b.stream
 			b.ahead &^= got
@@ -82,6 +128,7 @@ func (p *plan) pin() {
 			s.ahead -= int64(n)
 			s.aheadUsed += uint64(n) * pageSize
 			v.ahead.unread.Add(-int64(n))
+			v.ahead.record.add(n, 0)
 			if got&b.pending != 0 {
 				p.stalled = b.stream
 			}
@@ -152,9 +199,15 @@ func (v *Volume) observe(p *plan) {
 // fetch reads the claimed pages: it submits them, tells the read-ahead, so that
 // its transfers are behind ours, and waits.
 func (v *Volume) fetch(ctx context.Context, p *plan, first bool) error {
+	if p.claims = v.fromTier(p.claims); len(p.claims) == 0 {
+		if first {
+			v.observe(p)
+		}
+		return nil
+	}
 	flights, err := v.prepare(p.claims, volume.LaneDemand)
 	if err != nil {
-		v.unclaim(p.claims, err)
+		v.unclaim(p.claims, err, true)
 		p.claims = nil
 		return err
 	}
@@ -239,7 +292,9 @@ type flight struct {
 	reserved int64 // read-ahead: its own
 	segs     []segment
 	segs1    [1]segment
+	pumped   bool      // by a prefetch
 	began    time.Time // read-ahead
+	sent     int64     // bytes that had been delivered then
 }
 
 // prepare takes frames for the claimed pages and cuts them into flights, as few
@@ -334,6 +389,11 @@ func (v *Volume) submit(flights []*flight) {
 func (f *flight) complete(op *volume.Op) {
 	v := f.v
 	v.inFlight.Add(-1)
+	if v.tier != nil && op.Err == nil {
+		for _, g := range f.segs {
+			v.keeper.keep(g.b.num)
+		}
+	}
 	for _, g := range f.segs {
 		v.decide(g, op.Err, f.lease != nil)
 	}
@@ -377,13 +437,13 @@ func (v *Volume) decide(g segment, err error, demand bool) {
 }
 
 // unclaim gives claims up that were never submitted.
-func (v *Volume) unclaim(claims []segment, err error) {
+func (v *Volume) unclaim(claims []segment, err error, demand bool) {
 	for _, c := range claims {
 		s := c.b.shard
 		s.mu.Lock()
 		s.queue.Grow(&c.b.node, int32(bits.OnesCount16(c.mask))) // decide takes it off again
 		s.mu.Unlock()
-		v.decide(c, err, true)
+		v.decide(c, err, demand)
 	}
 }
 

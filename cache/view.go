@@ -15,12 +15,14 @@ type View struct {
 	slices [][]byte
 	blocks []*block
 
+	private *Buffer // the bytes, when no block has them: see readExact
+
 	reserved int64        // blocks in the gate
 	users    atomic.Int32 // the holder, and demand transfers under way
 	held     atomic.Bool  // by the caller
 
-	slices4 [4][]byte // so that a common read allocates nothing
-	blocks4 [4]*block
+	slices4  [4][]byte // so that a read of up to 1 MiB allocates nothing
+	blocks17 [17]*block
 }
 
 var views = sync.Pool{New: func() any { return new(View) }}
@@ -28,7 +30,7 @@ var views = sync.Pool{New: func() any { return new(View) }}
 func newView(v *Volume, off int64, n int) *View {
 	w := views.Get().(*View)
 	w.v, w.off, w.n = v, off, n
-	w.slices, w.blocks = w.slices4[:0], w.blocks4[:0]
+	w.slices, w.blocks = w.slices4[:0], w.blocks17[:0]
 	w.users.Store(1)
 	w.held.Store(true)
 	return w
@@ -53,6 +55,12 @@ func (w *View) CopyTo(p []byte) int {
 func (w *View) Release() {
 	if !w.held.Swap(false) {
 		panic("cache: View released twice")
+	}
+	if w.private != nil {
+		w.private.Release()
+		*w = View{}
+		views.Put(w)
+		return
 	}
 	v := w.v
 	for i, b := range w.blocks {

@@ -101,7 +101,7 @@ func BenchmarkSave(b *testing.B) {
 	sizes(b, func(b *testing.B, files int) {
 		t := benchTree(b, files)
 		for b.Loop() {
-			if err := t.Save(io.Discard); err != nil {
+			if err := t.write(io.Discard); err != nil {
 				b.Fatal(err)
 			}
 		}

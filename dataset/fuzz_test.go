@@ -114,7 +114,7 @@ func FuzzDecode(f *testing.F) {
 
 func FuzzLoad(f *testing.F) {
 	tr := mustScan(f, oddTree(f))
-	f.Add(saved(f, tr), uint(len(saved(f, tr))-int(tr.Manifest.EncodedSize())))
+	f.Add(tr.Save(), uint(len(tr.Save())-int(tr.Manifest.EncodedSize())))
 	f.Fuzz(func(t *testing.T, b []byte, cut uint) {
 		// Both halves have their own sum.
 		if cut < uint(len(b)) {
@@ -132,7 +132,7 @@ func FuzzLoad(f *testing.F) {
 				t.Errorf("%+v: found %+v", f, got)
 			}
 		}
-		if !bytes.Equal(saved(t, tr), b) {
+		if !bytes.Equal(tr.Save(), b) {
 			t.Error("loaded and saved again differs")
 		}
 	})

@@ -132,7 +132,7 @@ func TestCut(t *testing.T) {
 // TestFlips: every single bit that flips is noticed.
 func TestFlips(t *testing.T) {
 	tr := mustScan(t, oddTree(t))
-	for name, b := range map[string][]byte{"manifest": tr.Manifest.Encode(), "state": saved(t, tr)} {
+	for name, b := range map[string][]byte{"manifest": tr.Manifest.Encode(), "state": tr.Save()} {
 		for i := range b {
 			b[i] ^= 1 << (i % 8)
 			var err error

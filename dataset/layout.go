@@ -19,6 +19,11 @@ const (
 	// alignFrom is where padding to a page costs at most 1/16.
 	alignFrom = 64 << 10
 	pageSize  = 4 << 10
+	// growBy is what a volume grows by: the extent of a target, and a multiple
+	// of every cache's block. So a new generation begins in an extent of its
+	// own, and whoever holds an extent or block of an older one holds it whole,
+	// and for good.
+	growBy = 1 << 20
 )
 
 // File is a range of the volume that holds one file's bytes.
@@ -158,6 +163,7 @@ func (i inode) compare(o inode) int {
 // tree is what was built.
 func (b *builder) tree(generation uint64) *Tree {
 	b.keepStale()
+	b.m.size = roundUp(b.m.size, growBy)
 	b.m.generation, b.m.names, b.m.links = generation, string(b.names), string(b.links)
 	b.m.seal()
 	return &Tree{Manifest: &b.m, Files: b.files}
@@ -277,9 +283,9 @@ func (b *builder) place(n NodeID, path string, id Ident) error {
 	}
 	off := b.m.size
 	if id.Size >= alignFrom {
-		off = (off + pageSize - 1) &^ (pageSize - 1)
+		off = roundUp(off, pageSize)
 	}
-	if uint64(id.Size) > math.MaxInt64-off {
+	if uint64(id.Size) > maxVolume-off {
 		return fmt.Errorf("%w: with %q of %d bytes the volume is beyond 2^63 bytes", ErrTooLarge, path, id.Size)
 	}
 	b.m.nodes[n].offset = off
@@ -287,6 +293,11 @@ func (b *builder) place(n NodeID, path string, id Ident) error {
 	b.files = append(b.files, File{Offset: int64(off), Size: id.Size, Path: path, Ident: id})
 	return nil
 }
+
+// maxVolume is the largest whole number of growBy that an int64 holds.
+const maxVolume = math.MaxInt64 &^ (growBy - 1)
+
+func roundUp(n, align uint64) uint64 { return (n + align - 1) &^ (align - 1) }
 
 // find is the index in prev of an unchanged file, or -1. The same file can be
 // there, and be found, more than once when its file system is mounted in two

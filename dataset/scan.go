@@ -29,7 +29,11 @@ type ScanOptions struct {
 	// Progress, when set, is called now and then, and once at the end, from
 	// one goroutine at a time.
 	Progress func(Progress)
-	Logger   *slog.Logger // nil: discard
+	// MaxMemory bounds what a scan and its tree take, in bytes, by estimate:
+	// some 300 for each name, and its length. Beyond it: ErrTooLarge.
+	// Default: 8 GiB.
+	MaxMemory int64
+	Logger    *slog.Logger // nil: discard
 }
 
 // Progress counts what a scan has seen.
@@ -44,6 +48,12 @@ type Progress struct {
 const (
 	// progressEvery is the number of names between two calls of Progress.
 	progressEvery = 4096
+	// maxDepth bounds the directories within each other. Without it, who may
+	// write to the tree could make paths of quadratic size.
+	maxDepth = 4096
+	// nameCost is a found, a node, an entry and a File, less their strings.
+	nameCost         = 112 + 72 + 12 + 96
+	defaultMaxMemory = 8 << 30
 	// maxComplaints bounds the log lines of one scan about single names.
 	maxComplaints = 20
 )
@@ -76,6 +86,7 @@ func (e *found) set(st *unix.Stat_t) {
 type foundDir struct {
 	parent *openDir // nil for the root
 	name   string
+	depth  int // 0 for the root
 	names  []found
 }
 
@@ -104,6 +115,7 @@ type scanner struct {
 	// sees and cannot read.
 	checkAccess bool
 
+	memory                                                               atomic.Int64 // estimate
 	names, dirs, files, bytes, special, unreadable, vanished, complaints atomic.Int64
 
 	mu    sync.Mutex
@@ -119,6 +131,9 @@ type scanner struct {
 func walk(ctx context.Context, dir string, opts ScanOptions) (root found, sc *scanner, err error) {
 	if opts.Workers <= 0 {
 		opts.Workers = 4 * runtime.NumCPU()
+	}
+	if opts.MaxMemory <= 0 {
+		opts.MaxMemory = defaultMaxMemory
 	}
 	sc = &scanner{opts: opts, log: opts.Logger, checkAccess: os.Geteuid() != 0}
 	if sc.log == nil {
@@ -224,18 +239,35 @@ func (sc *scanner) trouble(op string, dir *openDir, name string, err error) {
 	}
 }
 
-// push puts the subdirectories on the stack, the first one on top.
-func (sc *scanner) push(dir *openDir, names []found) {
+// push puts the subdirectories, of that depth, on the stack, the first one on
+// top.
+func (sc *scanner) push(dir *openDir, names []found, depth int) {
 	sc.mu.Lock()
 	defer sc.mu.Unlock()
 	for _, e := range slices.Backward(names) {
 		if e.dir != nil {
 			dir.refs.Add(1)
-			e.dir.parent = dir
+			e.dir.parent, e.dir.depth = dir, depth
 			sc.stack = append(sc.stack, e.dir)
 		}
 	}
 	sc.cond.Broadcast()
+}
+
+// charge counts what a name costs, with the path that its File will have, and
+// ends the scan beyond MaxMemory.
+func (sc *scanner) charge(dir *openDir, e *found) {
+	cost := nameCost + 2*len(e.name)
+	if e.extra != nil {
+		cost += len(e.extra.link) + len(e.extra.xattr)
+	}
+	if e.is(unix.S_IFREG) {
+		cost += len(dir.f.Name())
+	}
+	if sc.memory.Add(int64(cost)) > sc.opts.MaxMemory {
+		sc.fail(fmt.Errorf("dataset: %w: a tree that takes more than %d bytes of memory; export its directories one by one",
+			ErrTooLarge, sc.opts.MaxMemory))
+	}
 }
 
 // take waits for a directory to read; nil when there will be none. After it
@@ -285,6 +317,10 @@ func (w *worker) open(d *foundDir) *openDir {
 		return dir
 	}
 	defer d.parent.release()
+	if d.depth > maxDepth {
+		w.trouble("open", d.parent, d.name, unix.ENAMETOOLONG)
+		return nil
+	}
 	for {
 		fd, err := unix.Openat(int(d.parent.f.Fd()), d.name, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
 		if err == unix.EINTR {
@@ -312,6 +348,7 @@ func (w *worker) read(d *foundDir) {
 		for _, name := range names {
 			if e, ok := w.look(dir, name); ok {
 				d.names = append(d.names, e)
+				w.charge(dir, &e)
 			}
 			if w.names.Add(1)%progressEvery == 0 {
 				w.report()
@@ -328,7 +365,7 @@ func (w *worker) read(d *foundDir) {
 	slices.SortFunc(d.names, func(a, b found) int { return cmp.Compare(a.name, b.name) })
 	// A directory that changes while it is listed may name an entry twice.
 	d.names = slices.CompactFunc(d.names, func(a, b found) bool { return a.name == b.name })
-	w.push(dir, d.names)
+	w.push(dir, d.names, d.depth+1)
 }
 
 // look examines one name; false leaves it out.

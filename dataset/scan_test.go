@@ -203,8 +203,8 @@ func TestOtherMounts(t *testing.T) {
 	tr := mustScan(t, dir)
 	a, _ := tr.Manifest.Resolve("m1/f")
 	b, _ := tr.Manifest.Resolve("m2/f")
-	if a == 0 || b == 0 || a == b || tr.Manifest.VolumeSize() != 200 {
-		t.Errorf("nodes %d and %d, volume of %d bytes", a, b, tr.Manifest.VolumeSize())
+	if a == 0 || b == 0 || a == b || len(tr.Files) != 2 {
+		t.Errorf("nodes %d and %d, files %+v", a, b, tr.Files)
 	}
 	if same := mustRescan(t, dir, tr); same != tr {
 		t.Error("nothing changed, yet a new tree")
@@ -365,5 +365,51 @@ func TestComplaintsAreBounded(t *testing.T) {
 	}
 	if n := strings.Count(log.String(), "\n"); n != maxComplaints || sc.unreadable.Load() != 10*maxComplaints {
 		t.Errorf("%d lines, %d counted", n, sc.unreadable.Load())
+	}
+}
+
+// TestMaxMemory: a tree beyond the limit is refused with one line.
+func TestMaxMemory(t *testing.T) {
+	dir := t.TempDir()
+	for i := range 50 {
+		put(t, dir, fmt.Sprintf("d/%d", i), 0)
+	}
+	before := descriptors(t)
+	_, err := Scan(context.Background(), dir, ScanOptions{MaxMemory: 10_000})
+	if !errors.Is(err, ErrTooLarge) || strings.Contains(err.Error(), "\n") {
+		t.Error(err)
+	}
+	if _, err := Scan(context.Background(), dir, ScanOptions{MaxMemory: 100_000}); err != nil {
+		t.Error(err)
+	}
+	if after := descriptors(t); after != before {
+		t.Errorf("%d descriptors, %d before", after, before)
+	}
+}
+
+// TestTooDeep: a tree of endless depth ends at a limit.
+func TestTooDeep(t *testing.T) {
+	dir := t.TempDir()
+	at, err := unix.Open(dir, unix.O_RDONLY|unix.O_DIRECTORY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range maxDepth + 10 {
+		if err := unix.Mkdirat(at, "d", 0o755); err != nil {
+			t.Fatal(err)
+		}
+		sub, err := unix.Openat(at, "d", unix.O_RDONLY|unix.O_DIRECTORY, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		unix.Close(at)
+		at = sub
+	}
+	unix.Close(at)
+	// os.RemoveAll would recurse as deep, with every level open.
+	t.Cleanup(func() { exec.Command("rm", "-rf", filepath.Join(dir, "d")).Run() })
+	tr := mustScan(t, dir)
+	if tr.Manifest.NumNodes() != maxDepth+2 || tr.Seen.Unreadable != 1 {
+		t.Errorf("%d nodes, %+v", tr.Manifest.NumNodes(), tr.Seen)
 	}
 }

@@ -3,6 +3,7 @@
 package dataset
 
 import (
+	"bytes"
 	"cmp"
 	"context"
 	"errors"
@@ -73,8 +74,15 @@ func Refresh(ctx context.Context, dir, state string, prev *Tree, opts ScanOption
 	return next, nil
 }
 
-// Save writes the tree for Load.
-func (t *Tree) Save(w io.Writer) error {
+// Save returns the tree's encoding, for Load.
+func (t *Tree) Save() []byte {
+	var b bytes.Buffer
+	t.write(&b) // a Buffer does not fail
+	return b.Bytes()
+}
+
+// write encodes the tree.
+func (t *Tree) write(w io.Writer) error {
 	e := newEncoder(w)
 	e.str(treeMagic)
 	e.u32(treeVersion)
@@ -159,7 +167,7 @@ func (t *Tree) SaveFile(path string) error {
 	if err != nil {
 		return fail(err)
 	}
-	err = cmp.Or(t.Save(f), f.Sync(), f.Close())
+	err = cmp.Or(t.write(f), f.Sync(), f.Close())
 	if err == nil {
 		err = os.Rename(tmp, path)
 	}

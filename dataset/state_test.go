@@ -92,7 +92,8 @@ func TestBadState(t *testing.T) {
 // TestNoState: without a place to save there is a new layout each time.
 func TestNoState(t *testing.T) {
 	dir := t.TempDir()
-	if mustOpen(t, dir, "").Manifest.Layout() == mustOpen(t, dir, "").Manifest.Layout() {
+	one, two := mustOpen(t, dir, ""), mustOpen(t, dir, "")
+	if one.Manifest.Layout() == two.Manifest.Layout() {
 		t.Error("the same layout twice")
 	}
 }
@@ -131,13 +132,13 @@ func (w *failing) Write(p []byte) (int, error) {
 // TestSaveErrors: the first error of the writer is Save's.
 func TestSaveErrors(t *testing.T) {
 	tr := mustScan(t, oddTree(t))
-	size := len(saved(t, tr))
+	size := len(tr.Save())
 	for n := range size {
-		if err := tr.Save(&failing{n}); !errors.Is(err, errFull) {
+		if err := tr.write(&failing{n}); !errors.Is(err, errFull) {
 			t.Fatalf("room for %d of %d bytes: %v", n, size, err)
 		}
 	}
-	if err := tr.Save(&failing{size}); err != nil {
+	if err := tr.write(&failing{size}); err != nil {
 		t.Error(err)
 	}
 }

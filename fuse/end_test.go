@@ -217,7 +217,7 @@ func TestDeadDaemon(t *testing.T) {
 		if said != "ready" {
 			t.Fatal(said)
 		}
-		if err := PreparePoint(ctx, dir, false); err == nil || !strings.Contains(err.Error(), "already") {
+		if _, err := PreparePoint(ctx, dir, false); err == nil || !strings.Contains(err.Error(), "already") {
 			t.Errorf("a live mount: %v", err)
 		}
 		cmd.Process.Kill()
@@ -225,8 +225,8 @@ func TestDeadDaemon(t *testing.T) {
 		if _, err := os.ReadFile(dir + "/vol"); !errors.Is(err, syscall.ENOTCONN) {
 			t.Errorf("reading from a dead mount: %v, want ENOTCONN", err)
 		}
-		if err := PreparePoint(ctx, dir, false); err != nil {
-			t.Fatalf("replacing a dead mount: %v", err)
+		if dead, err := PreparePoint(ctx, dir, false); err != nil || dead.Source != "daemon,with\\odd name" {
+			t.Fatalf("replacing a dead mount: %+v, %v", dead, err)
 		}
 		if _, mounted, _ := FindMount(dir); mounted {
 			t.Error("the dead mount is still there")
@@ -314,7 +314,7 @@ func TestPreparePoint(t *testing.T) {
 		{dir, false, "not empty"},
 		{dir, true, ""},
 	} {
-		err := PreparePoint(ctx, c.path, c.nonEmpty)
+		_, err := PreparePoint(ctx, c.path, c.nonEmpty)
 		if c.want == "" && err != nil || c.want != "" && (err == nil || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), c.path)) {
 			t.Errorf("%s: %v, want %q", c.path, err, c.want)
 		}

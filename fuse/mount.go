@@ -68,9 +68,10 @@ func MountExport(dir string, e *Export, o Options, log *slog.Logger) (*Mount, er
 func MountDirectory(dir string, d Directory, o Options, log *slog.Logger) (*Mount, error) {
 	m := newMount(dir, o, log)
 	root := &exportsTree{dir: d, log: log, turn: make(chan struct{}, 1), known: map[string]*atomic.Pointer[planted]{}}
-	root.plant = func(name string, place *atomic.Pointer[planted]) {
+	root.plant = func(e Listed, place *atomic.Pointer[planted]) {
 		place.Store(m.fs.plant(func(p *planted) tree {
-			return newLazyTree(func(ctx context.Context) (tree, error) { return m.open(ctx, d, name, place, p) })
+			start := func(ctx context.Context) (tree, error) { return m.open(ctx, d, e.Name, place, p) }
+			return newLazyTree(start, e.Dataset)
 		}))
 	}
 	m.fs.root.Store(m.fs.plant(func(*planted) tree { return root }))
@@ -108,7 +109,9 @@ func (m *Mount) start(o Options, xattrs bool) error {
 
 // protocolOptions is what to agree on with the kernel.
 func protocolOptions(noOpen, xattrs bool, log *slog.Logger) *gofuse.MountOptions {
-	extra := uint64(gofuse.CAP_ASYNC_DIO | gofuse.CAP_ATOMIC_O_TRUNC | gofuse.CAP_DIRECT_IO_ALLOW_MMAP | gofuse.CAP_HANDLE_KILLPRIV_V2)
+	// Not CAP_ASYNC_DIO: with it the kernel waits for O_DIRECT calls in a way
+	// that not even SIGKILL ends, and a dead target would make zombies.
+	extra := uint64(gofuse.CAP_ATOMIC_O_TRUNC | gofuse.CAP_DIRECT_IO_ALLOW_MMAP | gofuse.CAP_HANDLE_KILLPRIV_V2)
 	if noOpen {
 		extra |= gofuse.CAP_NO_OPENDIR_SUPPORT
 	}

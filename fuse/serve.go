@@ -80,7 +80,6 @@ type server struct {
 	workers map[*worker]struct{} // guarded by mu
 	dead    error                // guarded by mu: why reading ended, if not by stop
 
-	requests                     atomic.Uint64
 	requestBuffers, replyBuffers sync.Pool
 }
 

@@ -125,7 +125,7 @@ func (v *Volume) request() *wire.SessionRequest {
 	}
 	r := &wire.SessionRequest{
 		Protocol: wire.ProtocolVersion, Export: v.src.Export, Access: v.access, Connections: n,
-		Client: wire.Client{Host: name, Program: "rmount", PID: os.Getpid(), Version: version.Version},
+		Client: wire.Client{Host: name, Program: "rmount", PID: os.Getpid(), Version: version.Version, Process: thisProcess()},
 	}
 	for _, p := range v.providers {
 		if v.transport == "auto" || v.transport == p.Name() {
@@ -153,6 +153,11 @@ func (v *Volume) create(ctx context.Context) (*wire.SessionReply, string, error)
 			v.access = access
 			v.answered()
 			return reply, addr, nil
+		}
+		if abandoned(err) && !r.Force {
+			v.log.Info("taking over from a dead process of this machine", "err", err)
+			v.src.Force = true
+			continue
 		}
 		if code(err) == wire.CodeReadOnly && v.access == "" && access == wire.AccessWrite {
 			access = wire.AccessRead

@@ -64,7 +64,7 @@ func (s *Server) checkRequest(r *wire.SessionRequest) error {
 	if r.Connections < 1 || r.Connections > s.limits.MaxConnections {
 		return fail(wire.CodeLimit, "%d connections: want 1 to %d", r.Connections, s.limits.MaxConnections)
 	}
-	if len(r.Nonce) > 64 || len(r.Client.Host)+len(r.Client.Program)+len(r.Client.Version) > 1024 {
+	if len(r.Nonce) > 64 || len(r.Client.Host)+len(r.Client.Program)+len(r.Client.Version)+len(r.Client.Process) > 1024 {
 		return fail(wire.CodeBadRequest, "nonce or client too long")
 	}
 	if len(r.Transports) == 0 {
@@ -87,41 +87,51 @@ func (s *Server) create(e *export, r *wire.SessionRequest, principal, remote str
 	rand.Read(id)
 	x := &session{
 		srv: s, exp: e, id: hex.EncodeToString(id), access: r.Access, nonce: r.Nonce, client: r.Client,
-		principal: principal, address: remote, since: time.Now(),
+		principal: principal, instance: e.info().Instance, address: remote, since: time.Now(),
 	}
 	var text string
 	text, x.secret = secret()
 	x.log = s.log.With("export", e.name, "session", x.id[:8], "client", r.Client.Host)
 	x.changing.Lock()
 	defer x.changing.Unlock()
-	if r.Access == wire.AccessWrite {
-		if err := s.claim(e, x, r.Force); err != nil {
-			return nil, err
-		}
-	} else if err := e.join(x); err != nil {
-		return nil, err
-	}
-	s.mu.Lock()
-	full := len(s.sessions) >= s.opts.MaxSessions
-	if !full {
-		s.sessions[x.id] = x
-	}
-	s.mu.Unlock()
-	if full {
-		x.endLocked(true)
+	// The place comes first: nobody is fenced for a request that is refused.
+	if !s.place(x) {
 		return nil, fail(wire.CodeLimit, "%d sessions are open, the most this target takes: try again later", s.opts.MaxSessions)
+	}
+	join := e.join
+	if r.Access == wire.AccessWrite {
+		join = func(x *session) error { return s.claim(e, x, r.Force) }
+	}
+	if err := join(x); err != nil {
+		s.displace(x)
+		return nil, err
 	}
 	tokens := x.begin(r.Connections)
 	if err := s.keepClaim(x); err != nil {
-		x.endLocked(true)
-		s.mu.Lock()
-		delete(s.sessions, x.id)
-		s.mu.Unlock()
+		x.endLocked(claimDropped)
+		s.displace(x)
 		return nil, err
 	}
 	x.log.Info("session opened", "access", x.access, "address", remote, "principal", principal)
 	s.metrics.opened.Inc()
 	return s.reply(x, r, text, tokens), nil
+}
+
+// place gives a session its place in the table, if there is one.
+func (s *Server) place(x *session) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.sessions) >= s.opts.MaxSessions {
+		return false
+	}
+	s.sessions[x.id] = x
+	return true
+}
+
+func (s *Server) displace(x *session) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.sessions, x.id)
 }
 
 // replaceUnanswered ends the session that an earlier try of the same request
@@ -135,7 +145,7 @@ func (s *Server) replaceUnanswered(e *export, nonce, principal string) {
 		same := x.exp == e && x.nonce == nonce && x.principal == principal && !x.used && x.epoch == 1
 		x.mu.Unlock()
 		if same {
-			s.endSession(x)
+			s.endSession(x, claimDropped)
 		}
 	}
 }
@@ -147,25 +157,35 @@ func (e *export) join(x *session) error {
 	if e.closed {
 		return fail(wire.CodeUnknownExport, "export %s is being removed", e.name)
 	}
-	if x.access == wire.AccessShared && e.writer != nil {
-		return e.busyLocked()
+	if x.access == wire.AccessShared {
+		if e.writer != nil || (e.left != nil && time.Now().Before(e.grace)) {
+			return e.busyLocked()
+		}
+		e.forgetLeftLocked(x.srv.state)
 	}
 	e.sessions[x.id] = x
 	return nil
 }
 
+// forgetLeftLocked: its holder may not come back any more, for somebody else
+// writes from now on. Caller holds mu.
+func (e *export) forgetLeftLocked(st *stateDir) {
+	if e.left != nil {
+		e.left = nil
+		st.dropClaim(e.name)
+	}
+}
+
 // busyLocked says who writes. Caller holds mu.
 func (e *export) busyLocked() error {
-	who, since := wire.Client{}, time.Time{}
-	addr := ""
-	if e.writer != nil {
-		h := e.writer.holder()
-		who, addr, since = h.Client, h.Address, e.writer.since
-	} else {
-		who, addr, since = e.left.Client, e.left.Address, e.left.Since
+	w := e.writerLocked()
+	if w == nil {
+		return fail(wire.CodeBusy, "export %s was just given up: try again", e.name)
 	}
-	return fail(wire.CodeBusy, "export %s is being written by %s (pid %d, %s) for %s: wait, open it ro, or take it over with force",
-		e.name, who.Host, who.PID, addr, time.Since(since).Round(time.Second))
+	err := fail(wire.CodeBusy, "export %s is being written by %s (pid %d, %s) for %s: wait, open it ro, or take it over with force",
+		e.name, w.Client.Host, w.Client.PID, w.Address, time.Duration(w.AgeSecond)*time.Second)
+	err.Writer = w
+	return err
 }
 
 // claim makes x the export's writer. With force, the one before is fenced: its
@@ -178,8 +198,8 @@ func (s *Server) claim(e *export, x *session, force bool) error {
 		case e.closed:
 			e.mu.Unlock()
 			return fail(wire.CodeUnknownExport, "export %s is being removed", e.name)
-		case old == nil && (force || e.left == nil || time.Now().After(e.grace)) && !e.sharedLocked():
-			e.left = nil
+		case old == nil && (force || e.left == nil || !time.Now().Before(e.grace)) && !e.sharedLocked():
+			e.forgetLeftLocked(s.state)
 			e.writer = x
 			e.sessions[x.id] = x
 			e.mu.Unlock()
@@ -199,7 +219,7 @@ func (s *Server) claim(e *export, x *session, force bool) error {
 		e.mu.Unlock()
 		for _, v := range victims {
 			v.log.Warn("session fenced", "by", x.client.Host)
-			s.endSession(v)
+			s.endSession(v, claimDropped)
 		}
 	}
 }
@@ -222,11 +242,7 @@ func (s *Server) keepClaim(x *session) error {
 	if x.access != wire.AccessWrite {
 		return nil
 	}
-	rec := claimRecord{
-		Session: x.id, Epoch: x.epochNow(), Secret: hex.EncodeToString(x.secret[:]), Access: x.access, Principal: x.principal,
-		Instance: x.exp.info().Instance, Client: x.client, Address: x.holder().Address, Since: x.since,
-	}
-	if err := s.state.saveClaim(x.exp.name, rec); err != nil {
+	if err := s.state.saveClaim(x.exp.name, x.record()); err != nil {
 		return fail(wire.CodeInternal, "the claim cannot be kept: %v", err)
 	}
 	return nil
@@ -254,7 +270,9 @@ func (s *Server) reopen(e *export, r *wire.SessionRequest, principal, remote str
 	x.mu.Unlock()
 	switch {
 	case gone:
-		return nil, fail(wire.CodeUnknownSession, "the session has ended")
+		e.mu.Lock()
+		defer e.mu.Unlock()
+		return nil, e.goneLocked(r)
 	case stale:
 		return nil, fail(wire.CodeFenced, "epoch %d of the session is over", r.Reopen.Epoch)
 	}
@@ -272,10 +290,9 @@ func (s *Server) reopen(e *export, r *wire.SessionRequest, principal, remote str
 	return s.reply(x, r, r.Reopen.Secret, tokens), nil
 }
 
-// find is the session to re-open: a living one, or a writer's of before a
-// restart.
+// find is the session to re-open: a living one, or that of a claim whose holder
+// was away.
 func (s *Server) find(e *export, r *wire.SessionRequest, principal string) (*session, error) {
-	unknown := fail(wire.CodeUnknownSession, "no such session here")
 	s.mu.Lock()
 	x := s.sessions[r.Reopen.Session]
 	s.mu.Unlock()
@@ -283,35 +300,49 @@ func (s *Server) find(e *export, r *wire.SessionRequest, principal string) (*ses
 		return s.takeUp(e, r, principal)
 	}
 	if !x.proves(r.Reopen.Secret) || x.exp != e || x.principal != principal || x.access != r.Access {
-		return nil, unknown
+		return nil, errNoSession()
 	}
 	return x, nil
 }
 
-// takeUp makes a session of a claim that a previous run of the daemon left.
+func errNoSession() error { return fail(wire.CodeUnknownSession, "no such session here") }
+
+// gone answers for a session that nothing is known of. A writer is refused for
+// good: others may have written since, and what it would replay could land on
+// top of that. Caller holds mu.
+func (e *export) goneLocked(r *wire.SessionRequest) error {
+	switch {
+	case r.Access != wire.AccessWrite:
+		return errNoSession()
+	case e.lost != "" && e.lost == r.Reopen.Session:
+		return fail(wire.CodeInstance, "the content of export %s was lost since: it is new and empty", e.name)
+	}
+	return fail(wire.CodeFenced, "the write claim on export %s has ended, or was taken over: open it anew", e.name)
+}
+
+// takeUp makes a session of a claim whose holder was away.
 func (s *Server) takeUp(e *export, r *wire.SessionRequest, principal string) (*session, error) {
-	unknown := fail(wire.CodeUnknownSession, "no such session here")
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	rec := e.left
-	if rec == nil || rec.Session != r.Reopen.Session || rec.Principal != principal || e.writer != nil || e.closed || r.Access != rec.Access {
-		return nil, unknown
+	if rec == nil || rec.Session != r.Reopen.Session || rec.Access != r.Access || e.writer != nil || e.closed {
+		return nil, e.goneLocked(r)
 	}
 	x := &session{
 		srv: s, exp: e, id: rec.Session, access: rec.Access, client: rec.Client, principal: rec.Principal,
-		address: rec.Address, since: rec.Since, epoch: rec.Epoch, seen: time.Now(),
+		instance: rec.Instance, address: rec.Address, since: rec.Since, epoch: rec.Epoch, seen: time.Now(),
 	}
 	sum, err := hex.DecodeString(rec.Secret)
-	if err != nil || copy(x.secret[:], sum) != len(x.secret) || !x.proves(r.Reopen.Secret) {
-		return nil, unknown
+	if err != nil || copy(x.secret[:], sum) != len(x.secret) || !x.proves(r.Reopen.Secret) || principal != rec.Principal {
+		return nil, errNoSession()
+	}
+	if !s.place(x) {
+		return nil, fail(wire.CodeLimit, "%d sessions are open, the most this target takes: try again later", s.opts.MaxSessions)
 	}
 	x.log = s.log.With("export", e.name, "session", x.id[:min(8, len(x.id))], "client", x.client.Host)
 	e.left = nil
 	e.writer = x
 	e.sessions[x.id] = x
-	s.mu.Lock()
-	s.sessions[x.id] = x
-	s.mu.Unlock()
 	return x, nil
 }
 

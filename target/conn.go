@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -149,8 +150,10 @@ func (c *sconn) hear() { c.heard.Store(int64(time.Since(c.s.srv.start))) }
 
 // run serves messages until the connection is dead, then takes it apart.
 func (c *sconn) run(ctx context.Context) {
+	ctx, cancel := context.WithCancel(ctx)
 	err := c.serve(ctx)
-	c.conn.Disconnect() // handlers that want to answer see it
+	c.conn.Disconnect()
+	cancel() // handlers that wait for frames need not any more
 	c.handlers.Wait()
 	c.conn.Close()
 	c.release()
@@ -167,10 +170,14 @@ func (s *session) lost(c *sconn) {
 		delete(s.conns, c.index)
 	}
 	s.seen = time.Now()
-	last := len(s.conns) == 0
+	// A connection that comes up after this has nothing to do with these.
+	var reachable map[uint64]*grant
+	if len(s.conns) == 0 {
+		reachable, s.grants = s.grants, map[uint64]*grant{}
+	}
 	s.mu.Unlock()
-	if last {
-		s.dropGrants()
+	for _, g := range reachable {
+		g.end()
 	}
 }
 
@@ -198,6 +205,11 @@ func (c *sconn) serve(ctx context.Context) error {
 var errProtocol = errors.New("protocol violation")
 
 func (c *sconn) complete(ctx context.Context, wc *rdma.Completion) error {
+	op := rdma.OpRecv
+	if wc.ID&sendTag != 0 {
+		op = rdma.OpSend
+	}
+	c.s.srv.metrics.ops.WithLabelValues(op.String(), wc.Status.String()).Inc()
 	if wc.Status != rdma.StatusOK {
 		return wc.Status.Err()
 	}
@@ -212,6 +224,9 @@ func (c *sconn) complete(ctx context.Context, wc *rdma.Completion) error {
 		err = c.message(ctx, h, body)
 	}
 	if err != nil {
+		if dead := c.conn.Err(); dead != nil {
+			return dead
+		}
 		return fmt.Errorf("%w: %w", errProtocol, err)
 	}
 	// The message has been taken in: its slot may be used again.
@@ -230,71 +245,62 @@ func (c *sconn) message(ctx context.Context, h wire.Header, body []byte) error {
 		return fmt.Errorf("message of type %d", h.Type)
 	}
 	if c.pending.Add(1) > int64(c.s.srv.limits.Credits) {
-		c.pending.Add(-1)
 		return fmt.Errorf("more than %d requests unanswered", c.s.srv.limits.Credits)
 	}
-	async, err := c.request(ctx, h, body)
-	if !async {
-		c.pending.Add(-1)
-	}
-	return err
+	return c.request(ctx, h, body)
 }
 
-// request carries out a request of the initiator. async: a goroutine answers.
-func (c *sconn) request(ctx context.Context, h wire.Header, body []byte) (async bool, err error) {
+// request carries out a request of the initiator. An error ends the connection.
+func (c *sconn) request(ctx context.Context, h wire.Header, body []byte) error {
 	if c.index != 0 && (h.Type == wire.TypeMap || h.Type == wire.TypeUnmap) {
-		return false, fmt.Errorf("MAP or UNMAP on connection %d", c.index)
+		return fmt.Errorf("MAP or UNMAP on connection %d", c.index)
 	}
 	switch h.Type {
 	case wire.TypeKeepalive:
 		if err := wire.ParseEmpty(body); err != nil {
-			return false, err
+			return err
 		}
-		return false, c.done(h.Seq, wire.StatusOK)
+		return c.done(h.Seq, wire.StatusOK)
 	case wire.TypeUnmap:
 		var ids wire.IDs
 		if err := ids.Parse(body); err != nil {
-			return false, err
+			return err
 		}
 		c.s.give(ids.IDs)
-		return false, c.done(h.Seq, wire.StatusOK)
+		return c.done(h.Seq, wire.StatusOK)
 	case wire.TypeDrop:
 		var d wire.Drop
 		if err := d.Parse(body); err != nil {
-			return false, err
+			return err
 		}
-		c.async(func() wire.Status { return c.s.drop(int(d.Connection), c) }, h.Seq)
-		return true, nil
+		c.async(h, func() wire.Status { return c.s.drop(int(d.Connection), c) })
 	case wire.TypeMap:
 		m := &wire.Map{}
 		if err := m.Parse(body); err != nil {
-			return false, err
+			return err
 		}
-		c.spawn(func() { c.mapped(ctx, h.Seq, m) })
-		return true, nil
+		c.handlers.Go(func() { c.mapped(ctx, h.Seq, m) })
 	case wire.TypeFlush:
 		if err := wire.ParseEmpty(body); err != nil {
-			return false, err
+			return err
 		}
-		c.async(func() wire.Status { return c.s.exp.content.flush(ctx) }, h.Seq)
-		return true, nil
+		c.async(h, func() wire.Status { return c.s.exp.content.flush(ctx) })
 	default:
-		return true, c.ranged(ctx, h, body)
+		return c.ranged(ctx, h, body)
 	}
+	return nil
 }
 
 // ranged carries out COMMIT, DISCARD and ZERO.
 func (c *sconn) ranged(ctx context.Context, h wire.Header, body []byte) error {
 	r := &wire.Ranges{}
 	if err := r.Parse(body); err != nil {
-		c.pending.Add(-1)
 		return err
 	}
 	if h.Type != wire.TypeCommit && len(r.Ranges) != 1 {
-		c.pending.Add(-1)
 		return fmt.Errorf("%d ranges where one belongs", len(r.Ranges))
 	}
-	c.async(func() wire.Status {
+	c.async(h, func() wire.Status {
 		switch {
 		case c.s.access == wire.AccessRead:
 			return wire.StatusReadOnly
@@ -302,44 +308,33 @@ func (c *sconn) ranged(ctx context.Context, h wire.Header, body []byte) error {
 			return wire.StatusUnsupported // no export here needs it
 		}
 		return c.s.exp.content.zero(ctx, r.Ranges[0])
-	}, h.Seq)
+	})
 	return nil
 }
 
-// spawn runs a handler. Its request has been counted.
-func (c *sconn) spawn(f func()) {
+// async answers a request with f's status. What may wait for the store runs so;
+// the credits bound how many.
+func (c *sconn) async(h wire.Header, f func() wire.Status) {
+	start := time.Now()
 	c.handlers.Go(func() {
-		defer c.pending.Add(-1)
-		f()
+		st := f()
+		c.s.srv.metrics.answered(h.Type, start)
+		_ = c.done(h.Seq, st) // an error has ended the connection
 	})
 }
 
-// async answers a request with f's status.
-func (c *sconn) async(f func() wire.Status, seq uint64) {
-	c.spawn(func() { _ = c.done(seq, f()) })
-}
-
-// mapped answers a MAP. Its ranges are staged in parallel.
+// mapped answers a MAP.
 func (c *sconn) mapped(ctx context.Context, seq uint64, m *wire.Map) {
+	start := time.Now()
+	var parts [][]wire.Grant
 	if c.s.access == wire.AccessRead && m.Intent != wire.IntentRead {
-		all := wire.Mapped{}
 		for _, r := range m.Ranges {
-			all.Grants = append(all.Grants, refuse(r, wire.StatusReadOnly)...)
+			parts = append(parts, refuse(r, wire.StatusReadOnly))
 		}
-		_ = c.send(func(b []byte) []byte { return all.Append(b, wire.Header{Type: wire.TypeMapped, Seq: seq}) })
-		return
+	} else {
+		parts = c.stage(ctx, m)
 	}
-	parts := make([][]wire.Grant, len(m.Ranges))
-	var wg sync.WaitGroup
-	for i, r := range m.Ranges {
-		if i == len(m.Ranges)-1 {
-			parts[i] = c.s.exp.content.mapRange(ctx, c.s, r, m.Intent)
-			break
-		}
-		wg.Go(func() { parts[i] = c.s.exp.content.mapRange(ctx, c.s, r, m.Intent) })
-	}
-	wg.Wait()
-	all := wire.Mapped{}
+	var all wire.Mapped
 	var spare []uint64
 	for i := range parts {
 		room := min(wire.MaxGrants-len(all.Grants)-(len(parts)-1-i), len(parts[i]))
@@ -349,30 +344,71 @@ func (c *sconn) mapped(ctx context.Context, seq uint64, m *wire.Map) {
 		}
 	}
 	c.s.give(spare)
-	err := c.send(func(b []byte) []byte { return all.Append(b, wire.Header{Type: wire.TypeMapped, Seq: seq}) })
-	if err != nil {
-		if c.conn.Err() == nil {
-			c.log.Error("cannot answer", "err", err)
-			c.kill()
+	c.s.srv.metrics.answered(wire.TypeMap, start)
+	if err := c.answer(func(b []byte) []byte { return all.Append(b, wire.Header{Type: wire.TypeMapped, Seq: seq}) }); err != nil {
+		for _, g := range all.Grants {
+			c.s.give([]uint64{g.ID})
 		}
-		return // with the connection go its grants
+		return
 	}
-	c.s.told(all.Grants)
+	c.s.tell(all.Grants)
 }
 
-// done sends a Done.
+// stage gets grants for the ranges of a MAP, side by side. A MAP that waits for
+// frames must hold none itself, else two could wait for each other: so the
+// first round does not wait, and only when it got nothing at all one range
+// does. The initiator asks again for what is answered with StatusAgain.
+func (c *sconn) stage(ctx context.Context, m *wire.Map) [][]wire.Grant {
+	parts := make([][]wire.Grant, len(m.Ranges))
+	var wg sync.WaitGroup
+	for i, r := range m.Ranges {
+		if i == len(m.Ranges)-1 {
+			parts[i] = c.s.exp.content.mapRange(ctx, c.s, r, m.Intent, false)
+			break
+		}
+		wg.Go(func() { parts[i] = c.s.exp.content.mapRange(ctx, c.s, r, m.Intent, false) })
+	}
+	wg.Wait()
+	for _, p := range parts {
+		if slices.ContainsFunc(p, func(g wire.Grant) bool { return g.Status != wire.StatusAgain }) {
+			return parts
+		}
+	}
+	if len(parts) > 0 {
+		parts[0] = c.s.exp.content.mapRange(ctx, c.s, m.Ranges[0], m.Intent, true)
+	}
+	return parts
+}
+
+// done answers with a Done.
 func (c *sconn) done(seq uint64, st wire.Status) error {
 	d := wire.Done{Verifier: c.s.srv.verifier}
-	return c.send(func(b []byte) []byte { return d.Append(b, wire.Header{Type: wire.TypeDone, Seq: seq, Status: st}) })
+	return c.answer(func(b []byte) []byte { return d.Append(b, wire.Header{Type: wire.TypeDone, Seq: seq, Status: st}) })
 }
 
-// send encodes a message into a send slot and posts it.
-func (c *sconn) send(encode func([]byte) []byte) error {
+// answer sends the answer to a request. From here on the request is not
+// unanswered any more: the peer may have the answer, and send the next request,
+// before we know that it was sent.
+func (c *sconn) answer(encode func([]byte) []byte) error {
+	c.pending.Add(-1)
+	return c.send(encode)
+}
+
+// send encodes a message into a send slot and posts it. It never blocks: there
+// are slots for twice what a peer can be owed, so one that leaves none free does
+// not take its messages. A connection that cannot send is ended.
+func (c *sconn) send(encode func([]byte) []byte) (err error) {
+	defer func() {
+		if err != nil && c.conn.Err() == nil {
+			c.log.Warn("cannot send: connection ended", "err", err)
+			c.kill()
+		}
+	}()
 	var i int
 	select {
 	case i = <-c.free:
-	case <-c.conn.Done():
-		return c.conn.Err()
+	default:
+		return fmt.Errorf("%w: peer takes no messages", errProtocol)
 	}
 	b := encode(c.bytes(c.recvs + i)[:0])
 	seg := rdma.Seg(c.mr, uint64((c.recvs+i)*c.s.srv.limits.MaxMessage), uint32(len(b)))
@@ -405,7 +441,7 @@ func (c *sconn) pushRevokes() {
 		seq := c.seq
 		err := c.send(func(b []byte) []byte { return m.Append(b, wire.Header{Type: wire.TypeRevoke, Seq: seq}) })
 		if err != nil {
-			return // the connection is dead, and with it the session's grants
+			return // the connection is dead; the deadline of the REVOKE does the rest
 		}
 	}
 }
@@ -419,12 +455,14 @@ func (c *sconn) revoked(h wire.Header, body []byte) error {
 	c.mu.Lock()
 	_, asked := c.revokes[h.Seq]
 	delete(c.revokes, h.Seq)
-	c.pushRevokes()
 	c.mu.Unlock()
 	if !asked {
 		return fmt.Errorf("answer to REVOKE %d, which was not sent", h.Seq)
 	}
 	c.s.give(ids.IDs)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.pushRevokes()
 	return nil
 }
 
@@ -440,6 +478,10 @@ func (s *session) drop(index int, asking *sconn) wire.Status {
 		return wire.StatusProtocol
 	}
 	c.kill()
-	<-c.gone
-	return wire.StatusOK
+	select {
+	case <-c.gone:
+		return wire.StatusOK
+	case <-asking.conn.Done():
+		return wire.StatusAgain // nobody hears it; two that drop each other must not wait for ever
+	}
 }

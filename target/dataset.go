@@ -26,7 +26,8 @@ type DatasetConfig struct {
 	Path string // the directory
 }
 
-// fillers bounds parallel reads of the store, over all exports.
+// fillers bounds parallel reads of an export's store: enough to keep an SSD
+// busy, few enough for a disk.
 const fillers = 16
 
 // data is a dataset export's tree and its store.
@@ -119,8 +120,12 @@ func (d *data) info(i *wire.ExportInfo) {
 // fill reads the files of an extent. A file that is not what was scanned, before
 // or after the read, makes its range bad, and no other.
 func (d *data) fill(ctx context.Context, off int64, buf []byte) []badRange {
-	d.slots <- struct{}{}
-	defer func() { <-d.slots }()
+	select {
+	case d.slots <- struct{}{}:
+		defer func() { <-d.slots }()
+	case <-ctx.Done():
+		return []badRange{{off, int64(len(buf)), wire.StatusAgain}}
+	}
 	clear(buf)
 	t := d.tree.Load()
 	end := off + int64(len(buf))
@@ -289,9 +294,9 @@ func readFull(fd int, off int64, p []byte) error {
 	return nil
 }
 
-// mapRange grants the pieces of a range: the good parts of each extent, and a
-// refusal for each bad part. It may stop early; at least one piece is answered.
-func (d *data) mapRange(ctx context.Context, s *session, r wire.Range, intent wire.Intent) []wire.Grant {
+// mapRange grants the pieces of a range: the good parts of its first extent, and
+// a refusal for each bad part.
+func (d *data) mapRange(ctx context.Context, s *session, r wire.Range, intent wire.Intent, wait bool) []wire.Grant {
 	if intent != wire.IntentRead {
 		return refuse(r, wire.StatusReadOnly)
 	}
@@ -299,25 +304,28 @@ func (d *data) mapRange(ctx context.Context, s *session, r wire.Range, intent wi
 	if r.Offset >= size || r.Length > size-r.Offset {
 		return refuse(r, wire.StatusRange)
 	}
-	index := int64(r.Offset / extentSize)
-	e, err := d.stage.acquire(ctx, index)
+	e, fresh, err := d.stage.acquire(ctx, int64(r.Offset/extentSize), wait)
 	if err != nil {
 		return refuse(r, wire.StatusAgain)
 	}
 	defer d.stage.release(e)
+	if !fresh && d.stage.lacks(e) {
+		d.stage.refresh(ctx, e)
+	}
 	return d.pieces(s, e, r)
 }
 
 // pieces answers for the part of r that lies in e.
 func (d *data) pieces(s *session, e *extent, r wire.Range) []wire.Grant {
 	base := e.index * extentSize
-	end := min(int64(r.Offset+r.Length), base+e.n)
-	if len(e.bad) == 0 {
-		return []wire.Grant{s.grantFrame(d.stage, e, base, e.n)}
+	n, bad := d.stage.contents(e)
+	end := min(int64(r.Offset+r.Length), base+n)
+	if len(bad) == 0 {
+		return []wire.Grant{s.grantFrame(d.stage, e, base, n)}
 	}
 	var grants []wire.Grant
 	off := int64(r.Offset)
-	for _, b := range e.bad {
+	for _, b := range bad {
 		if b.off+b.n <= off {
 			continue
 		}
@@ -332,14 +340,17 @@ func (d *data) pieces(s *session, e *extent, r wire.Range) []wire.Grant {
 		off = b.off + b.n
 	}
 	if off < end && len(grants) < maxPieces {
-		next := base + e.n
-		for _, b := range e.bad {
+		next := base + n
+		for _, b := range bad {
 			if b.off >= off {
 				next = b.off
 				break
 			}
 		}
 		grants = append(grants, s.grantFrame(d.stage, e, off, next-off))
+	}
+	if len(grants) == 0 {
+		return refuse(r, wire.StatusAgain) // the epoch ended before r was read
 	}
 	return grants
 }

@@ -16,8 +16,9 @@ import (
 // content is what stands behind an export: memory, or a dataset.
 type content interface {
 	info(*wire.ExportInfo)
-	// mapRange grants r to s: at least one grant, for a prefix of r.
-	mapRange(ctx context.Context, s *session, r wire.Range, intent wire.Intent) []wire.Grant
+	// mapRange grants r to s: at least one grant, for a prefix of r. Without
+	// wait it never waits for memory that others hold: StatusAgain.
+	mapRange(ctx context.Context, s *session, r wire.Range, intent wire.Intent, wait bool) []wire.Grant
 	zero(ctx context.Context, r wire.Range) wire.Status
 	flush(ctx context.Context) wire.Status
 	resize(n int64) error
@@ -45,8 +46,9 @@ type export struct {
 	domains  []*domain           // guarded by mu
 	sessions map[string]*session // guarded by mu
 	writer   *session            // guarded by mu: who holds the claim
-	left     *claimRecord        // guarded by mu: the claim of a previous run, not yet taken up
-	grace    time.Time           // guarded by mu: until when only its holder may come back (monotonic)
+	left     *claimRecord        // guarded by mu: a claim whose holder is away: of a previous run, or silent for too long
+	grace    time.Time           // guarded by mu: until when nobody else may have it (monotonic)
+	lost     string              // guarded by mu: the session that wrote to content that is gone
 	closed   bool                // guarded by mu
 }
 
@@ -55,6 +57,7 @@ func newExport(name string, c content, st *stateDir, grace time.Duration, log *s
 	e := &export{name: name, content: c, sessions: map[string]*session{}, log: log.With("export", name)}
 	if rec, ok := st.loadClaim(name); ok {
 		if rec.Instance != e.info().Instance {
+			e.lost = rec.Session
 			st.dropClaim(name) // it was a claim on content that is gone
 		} else {
 			e.left, e.grace = &rec, time.Now().Add(grace)
@@ -75,13 +78,20 @@ func (e *export) describe() wire.ExportInfo {
 	i := e.info()
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	i.Writer = e.writerLocked()
+	return i
+}
+
+// writerLocked names the holder of the claim: a session, or, within its grace,
+// the one that a previous run has left. Caller holds mu.
+func (e *export) writerLocked() *wire.Writer {
 	switch {
 	case e.writer != nil:
-		i.Writer = e.writer.holder()
+		return e.writer.holder()
 	case e.left != nil && time.Now().Before(e.grace):
-		i.Writer = &wire.Writer{Client: e.left.Client, Address: e.left.Address, AgeSecond: int64(time.Since(e.left.Since).Seconds())}
+		return &wire.Writer{Client: e.left.Client, Address: e.left.Address, AgeSecond: int64(time.Since(e.left.Since).Seconds())}
 	}
-	return i
+	return nil
 }
 
 // domain returns the protection domain for a device and mode, making it the
@@ -116,7 +126,7 @@ func (e *export) close() {
 	}
 	e.mu.Unlock()
 	for _, s := range sessions {
-		s.end()
+		s.end(claimDropped)
 	}
 	e.mu.Lock()
 	domains := e.domains

@@ -11,6 +11,8 @@ import (
 	"os"
 	"slices"
 	"sync"
+	"sync/atomic"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -31,7 +33,8 @@ const slabFrames = 16
 // A frame belongs to one export at a time, and is registered in that export's
 // domains alone, so that no key reaches another export's bytes.
 type pool struct {
-	mem []byte
+	mem    []byte
+	filled func(n int, start time.Time) // told of every read of a store; set once
 
 	mu      sync.Mutex
 	free    []*slab         // guarded by mu
@@ -57,7 +60,7 @@ type frame struct {
 }
 
 // newPool maps and pins n bytes of frames.
-func newPool(n int64) (*pool, error) {
+func newPool(n int64, filled func(n int, start time.Time)) (*pool, error) {
 	const slabSize = slabFrames * extentSize
 	slabs := max(2, int((n+slabSize-1)/slabSize))
 	mem, err := unix.Mmap(-1, 0, slabs*slabSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_ANONYMOUS)
@@ -69,7 +72,7 @@ func newPool(n int64) (*pool, error) {
 		unix.Munmap(mem)
 		return nil, fmt.Errorf("frames: %w, or use a smaller --frames", err)
 	}
-	p := &pool{mem: mem, total: slabs, stagers: map[*stager]int{}}
+	p := &pool{mem: mem, filled: filled, total: slabs, stagers: map[*stager]int{}}
 	for i := range slabs {
 		s := &slab{mem: mem[i*slabSize : (i+1)*slabSize : (i+1)*slabSize], regions: map[*domain]rdma.MemoryRegion{}}
 		for j := range slabFrames {
@@ -82,12 +85,24 @@ func newPool(n int64) (*pool, error) {
 
 func (p *pool) close() { unix.Munmap(p.mem) }
 
-// take gives a free slab to st, or nil.
+// fairLocked is how many slabs an export may hold while others want some.
+func (p *pool) fairLocked() int { return max(1, p.total/max(1, len(p.stagers))) }
+
+// take gives a free slab to st, or nil. Who has its share leaves free slabs to
+// those who wait for theirs.
 func (p *pool) take(st *stager) *slab {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if len(p.free) == 0 {
 		return nil
+	}
+	fair := p.fairLocked()
+	if p.stagers[st] >= fair {
+		for other, n := range p.stagers {
+			if other != st && n < fair && other.waiting.Load() > 0 {
+				return nil
+			}
+		}
 	}
 	s := p.free[len(p.free)-1]
 	p.free = p.free[:len(p.free)-1]
@@ -96,18 +111,24 @@ func (p *pool) take(st *stager) *slab {
 	return s
 }
 
-// richer finds the export that holds most above its fair share, when st holds
-// less than its own; nil when nobody should give.
+// richer finds the export that should give a slab to st: the one that holds
+// most above its fair share, when st holds less than its own. One that holds
+// nothing gets one from whoever has most, so that everybody progresses. Nil
+// when nobody should give.
 func (p *pool) richer(st *stager) *stager {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	fair := max(1, p.total/max(1, len(p.stagers)))
+	fair := p.fairLocked()
 	if p.stagers[st] >= fair {
 		return nil
 	}
+	enough := fair
+	if p.stagers[st] == 0 {
+		enough = 0
+	}
 	var rich *stager
 	for other, n := range p.stagers {
-		if other != st && n > fair && (rich == nil || n > p.stagers[rich]) {
+		if other != st && n > enough && (rich == nil || n > p.stagers[rich]) {
 			rich = other
 		}
 	}
@@ -151,23 +172,26 @@ type badRange struct {
 type extentState uint8
 
 const (
-	stateFilling extentState = iota
-	stateResident
-	stateRevoking // granted or pinned, and asked back
+	stateWaiting  extentState = iota // for a frame
+	stateFilling                     // the store is being read
+	stateResident                    // and granted, while it has holds
+	stateRevoking                    // asked back from its holders; not granted to anybody else
 )
 
 // extent is an extent that has a frame or is getting one.
 type extent struct {
 	index int64
-	n     int64         // bytes: extentSize, less at the volume's end
 	ready chan struct{} // closed when filling has ended
 	gone  chan struct{} // closed when the frame is free again
 
+	repairs chan struct{} // holds a token while bad ranges are read again
+
 	// guarded by stager.mu
 	state extentState
-	frame *frame
+	frame *frame // nil while waiting and filling
+	n     int64  // bytes: extentSize, less at the volume's end
 	bad   []badRange
-	pins  int // grants and fills under way
+	pins  int // grants, and MAPs at work
 	holds map[*grant]struct{}
 	place *list.Element // in stager.idle (no pins) or stager.held
 }
@@ -178,9 +202,12 @@ type stager struct {
 	store store
 	log   *slog.Logger
 
+	waiting atomic.Int32 // length of queue, for other exports' eyes
+
 	mu      sync.Mutex
 	extents map[int64]*extent // guarded by mu
 	free    []*frame          // guarded by mu
+	queue   *list.List        // guarded by mu: who waits for a frame, first come first served
 	idle    *list.List        // guarded by mu: resident and not held, coldest first
 	held    *list.List        // guarded by mu: pinned, longest held first
 	changed chan struct{}     // guarded by mu: closed and replaced when frames may be free
@@ -190,7 +217,7 @@ type stager struct {
 
 func newStager(p *pool, s store, log *slog.Logger) *stager {
 	st := &stager{
-		pool: p, store: s, log: log, extents: map[int64]*extent{}, idle: list.New(), held: list.New(),
+		pool: p, store: s, log: log, extents: map[int64]*extent{}, idle: list.New(), held: list.New(), queue: list.New(),
 		changed: make(chan struct{}), slabs: map[*slab]bool{},
 	}
 	p.mu.Lock()
@@ -211,86 +238,159 @@ func (st *stager) wakeLocked() {
 	st.changed = make(chan struct{})
 }
 
-var errStagerClosed = errors.New("export closed")
+var (
+	errStagerClosed = errors.New("export closed")
+	errBeyond       = errors.New("beyond the end")
+	errNoFrame      = errors.New("no frame is free now")
+	errSlabLeaves   = errors.New("the frame's slab goes to another export")
+)
 
 // acquire returns the extent, resident and pinned; the caller ends the pin with
-// release. It waits for frames and for fills of others.
-func (st *stager) acquire(ctx context.Context, index int64) (*extent, error) {
+// release. It waits for the store, and, when wait is set, for frames that
+// others hold: else errNoFrame. fresh: it was read just now.
+func (st *stager) acquire(ctx context.Context, index int64, wait bool) (e *extent, fresh bool, err error) {
 	for {
 		st.mu.Lock()
 		if st.closed {
 			st.mu.Unlock()
-			return nil, errStagerClosed
+			return nil, false, errStagerClosed
 		}
 		e := st.extents[index]
 		if e == nil {
-			e = &extent{
-				index: index, n: min(extentSize, st.store.size()-index*extentSize),
-				ready: make(chan struct{}), gone: make(chan struct{}), pins: 1, holds: map[*grant]struct{}{},
-			}
-			if e.n <= 0 {
-				st.mu.Unlock()
-				return nil, errors.New("beyond the end")
-			}
-			st.extents[index] = e
+			e, err = st.addLocked(index)
 			st.mu.Unlock()
-			return e, st.load(ctx, e)
+			if err == nil {
+				err = st.load(ctx, e, wait)
+			}
+			if errors.Is(err, errSlabLeaves) {
+				continue
+			}
+			return e, true, err
 		}
-		wait := e.ready
-		if e.state == stateRevoking {
-			wait = e.gone
-		} else {
+		until := e.ready
+		switch {
+		case !wait && (e.state == stateRevoking || e.state == stateWaiting):
+			st.mu.Unlock()
+			return nil, false, errNoFrame
+		case e.state == stateRevoking:
+			until = e.gone
+		default:
 			st.pinLocked(e)
 		}
 		st.mu.Unlock()
 		select {
-		case <-wait:
+		case <-until:
 		case <-ctx.Done():
-			if wait == e.ready {
+			if until == e.ready {
 				st.release(e)
 			}
-			return nil, ctx.Err()
+			return nil, false, ctx.Err()
 		}
-		if wait == e.gone {
+		if until == e.gone {
 			continue
 		}
 		st.mu.Lock()
-		ok := e.frame != nil && e.state != stateFilling
+		ok := e.frame != nil
 		st.mu.Unlock()
 		if ok {
-			return e, nil
+			return e, false, nil
 		}
-		st.release(e) // its fill was given up; try ourselves
+		st.release(e) // its fill was given up: try ourselves
 	}
+}
+
+// addLocked makes an extent that waits for a frame. Caller holds mu.
+func (st *stager) addLocked(index int64) (*extent, error) {
+	e := &extent{
+		index: index, n: min(extentSize, st.store.size()-index*extentSize),
+		ready: make(chan struct{}), gone: make(chan struct{}), repairs: make(chan struct{}, 1), pins: 1, holds: map[*grant]struct{}{},
+	}
+	if e.n <= 0 {
+		return nil, errBeyond
+	}
+	st.extents[index] = e
+	return e, nil
 }
 
 // load finds a frame for e and fills it. A fill that was given up leaves no
 // extent behind.
-func (st *stager) load(ctx context.Context, e *extent) error {
-	f, err := st.takeFrame(ctx)
-	if err != nil {
+func (st *stager) load(ctx context.Context, e *extent, wait bool) error {
+	f, err := st.takeFrame(ctx, wait)
+	var bad []badRange
+	if err == nil {
 		st.mu.Lock()
+		e.state = stateFilling
+		n := e.n
+		st.mu.Unlock()
+		bad = st.fill(ctx, e.index*extentSize, f.mem[:n])
+	}
+	st.mu.Lock()
+	defer st.mu.Unlock()
+	if err == nil && f.slab.giving {
+		err = errSlabLeaves
+		st.returnLocked(f)
+	}
+	if err != nil {
 		delete(st.extents, e.index)
 		e.pins--
 		close(e.ready)
 		close(e.gone)
-		st.mu.Unlock()
 		return err
 	}
-	bad := st.store.fill(ctx, e.index*extentSize, f.mem[:e.n])
-	st.mu.Lock()
-	defer st.mu.Unlock()
 	e.frame, e.bad, e.state = f, bad, stateResident
 	f.ext = e
 	e.place = st.held.PushBack(e)
 	close(e.ready)
-	// A fill that was cut short, or met a failure that may pass, serves those
-	// who asked for it and is not kept.
-	passing := slices.ContainsFunc(bad, func(b badRange) bool { return b.status != wire.StatusStale })
-	if f.slab.giving || passing {
-		e.state = stateRevoking
-	}
 	return nil
+}
+
+// fill is store.fill, timed.
+func (st *stager) fill(ctx context.Context, off int64, buf []byte) []badRange {
+	defer st.pool.filled(len(buf), time.Now())
+	return st.store.fill(ctx, off, buf)
+}
+
+// refresh reads what is missing in a pinned extent: ranges that failed for a
+// reason that may have passed, and what the volume has grown by. Nobody has been
+// granted those.
+func (st *stager) refresh(ctx context.Context, e *extent) {
+	select {
+	case e.repairs <- struct{}{}:
+		defer func() { <-e.repairs }()
+	case <-ctx.Done():
+		return
+	}
+	base := e.index * extentSize
+	n, old := st.contents(e)
+	if now := min(extentSize, st.store.size()-base); now > n {
+		old = append(slices.Clone(old), badRange{base + n, now - n, wire.StatusAgain})
+		n = now
+	}
+	var bad []badRange
+	for _, b := range old {
+		if b.status == wire.StatusStale {
+			bad = append(bad, b)
+			continue
+		}
+		bad = append(bad, st.fill(ctx, b.off, e.frame.mem[b.off-base:][:b.n])...)
+	}
+	st.mu.Lock()
+	defer st.mu.Unlock()
+	e.n, e.bad = n, bad
+}
+
+// contents of a pinned extent: how many bytes, and which of them are not right.
+func (st *stager) contents(e *extent) (n int64, bad []badRange) {
+	st.mu.Lock()
+	defer st.mu.Unlock()
+	return e.n, e.bad
+}
+
+// lacks tells whether refresh could bring more.
+func (st *stager) lacks(e *extent) bool {
+	n, bad := st.contents(e)
+	return n < min(extentSize, st.store.size()-e.index*extentSize) ||
+		slices.ContainsFunc(bad, func(b badRange) bool { return b.status != wire.StatusStale })
 }
 
 // pinLocked adds a pin. Caller holds mu.
@@ -329,13 +429,20 @@ func (st *stager) unpinLocked(e *extent) {
 	st.wakeLocked()
 }
 
-// dropLocked frees an extent's frame. Nobody pins it. Caller holds mu.
+// dropLocked frees an extent's frame. Nobody pins it. Caller holds mu, which may
+// be given up meanwhile.
 func (st *stager) dropLocked(e *extent) {
 	f := e.frame
 	delete(st.extents, e.index)
 	e.frame = nil
 	f.ext = nil
 	close(e.gone)
+	st.returnLocked(f)
+}
+
+// returnLocked takes a frame that holds nothing. Caller holds mu, which may be
+// given up meanwhile.
+func (st *stager) returnLocked(f *frame) {
 	if f.slab.giving {
 		f.slab.freed++
 		if f.slab.freed == slabFrames {
@@ -363,30 +470,59 @@ func (st *stager) partLocked(s *slab) {
 }
 
 // takeFrame finds a frame: a free one, one of a free slab, the coldest idle
-// extent's, one that a richer export gives up, or one that holders give back.
-func (st *stager) takeFrame(ctx context.Context) (*frame, error) {
-	for {
-		st.mu.Lock()
-		if st.closed {
-			st.mu.Unlock()
-			return nil, errStagerClosed
-		}
+// extent's; with wait also one that a richer export gives up, or one that
+// holders give back. Those who wait are served in the order they came.
+func (st *stager) takeFrame(ctx context.Context, wait bool) (*frame, error) {
+	st.mu.Lock()
+	defer st.mu.Unlock()
+	if st.queue.Len() == 0 && !st.closed {
 		if f := st.freeLocked(); f != nil {
-			st.mu.Unlock()
 			return f, nil
 		}
-		changed := st.changed
-		st.mu.Unlock()
+	}
+	if !wait {
+		return nil, errNoFrame
+	}
+	turn := st.queue.PushBack(nil)
+	st.waiting.Add(1)
+	defer func() {
+		st.queue.Remove(turn)
+		st.waiting.Add(-1)
+		st.wakeLocked() // the next one's turn
+	}()
+	for {
+		if st.closed {
+			return nil, errStagerClosed
+		}
+		if st.queue.Front() == turn {
+			if f := st.freeLocked(); f != nil {
+				return f, nil
+			}
+		}
+		if err := st.waitLocked(ctx, st.queue.Front() == turn); err != nil {
+			return nil, err
+		}
+	}
+}
+
+// waitLocked waits until something has changed; the first in the queue asks for
+// frames. Caller holds mu, which is given up meanwhile.
+func (st *stager) waitLocked(ctx context.Context, first bool) error {
+	changed := st.changed
+	st.mu.Unlock()
+	defer st.mu.Lock()
+	if first {
 		if rich := st.pool.richer(st); rich != nil {
 			rich.giveSlab()
 		} else {
 			st.revokeSome()
 		}
-		select {
-		case <-changed:
-		case <-ctx.Done():
-			return nil, ctx.Err()
-		}
+	}
+	select {
+	case <-changed:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
 	}
 }
 
@@ -423,31 +559,30 @@ func (st *stager) revokeSome() {
 	coming := 0
 	for p := st.held.Front(); p != nil && coming < revokeBatch; p = p.Next() {
 		e := p.Value.(*extent)
+		if e.state != stateRevoking && len(e.holds) > 0 {
+			ask = append(ask, e.wantBackLocked()...)
+		}
 		if e.state == stateRevoking {
 			coming++
-			continue
 		}
-		if len(e.holds) == 0 || len(e.holds) != e.pins {
-			continue // being granted right now
-		}
-		e.state = stateRevoking
-		coming++
-		ask = append(ask, e.toldLocked()...)
 	}
 	st.mu.Unlock()
 	revoke(ask)
 }
 
-// toldLocked are the grants of e that their holders know of; the others are
-// revoked once they do (session.told). Caller holds mu.
-func (e *extent) toldLocked() []*grant {
-	var gs []*grant
+// wantBackLocked lets nobody else have the extent, and returns the grants to be
+// asked back now. A grant whose holder has not been told of it is asked back
+// right after it was: else the REVOKE would overtake the MAPPED, and the holder
+// would use what it has already given back. Caller holds mu.
+func (e *extent) wantBackLocked() []*grant {
+	e.state = stateRevoking
+	var ask []*grant
 	for g := range e.holds {
 		if g.told {
-			gs = append(gs, g)
+			ask = append(ask, g)
 		}
 	}
-	return gs
+	return ask
 }
 
 // giveSlab starts to give one slab back to the pool.
@@ -486,10 +621,9 @@ func (st *stager) giveSlab() {
 			f.ext, e.frame = nil, nil
 			delete(st.extents, e.index)
 			close(e.gone)
-			s.freed++
-		default:
-			e.state = stateRevoking
-			ask = append(ask, e.toldLocked()...)
+			s.freed++ // the last one parts below, not in the midst of this loop
+		case e.state != stateRevoking:
+			ask = append(ask, e.wantBackLocked()...)
 		}
 	}
 	if s.freed == slabFrames {
@@ -499,7 +633,7 @@ func (st *stager) giveSlab() {
 	revoke(ask)
 }
 
-// key is the region key of a frame's slab in a domain; it registers once.
+// region is the registration of a frame's slab in a domain, made once.
 func (st *stager) region(f *frame, d *domain) (rdma.MemoryRegion, error) {
 	st.mu.Lock()
 	defer st.mu.Unlock()

@@ -52,7 +52,7 @@ func (s *Server) newHTTP() *http.Server {
 		Handler: mux,
 		// A client that sends its request drop by drop is not waited for.
 		ReadHeaderTimeout: 10 * time.Second,
-		ReadTimeout:       30 * time.Second,
+		ReadTimeout:       s.opts.ReadTime,
 		IdleTimeout:       2 * time.Minute,
 		MaxHeaderBytes:    16 << 10,
 		ErrorLog:          slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
@@ -62,6 +62,11 @@ func (s *Server) newHTTP() *http.Server {
 // authenticated finds out who asks, and turns errors into answers.
 func (s *Server) authenticated(h handler) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
+		if !s.serving.TryRLock() {
+			s.answerError(w, r, fail(wire.CodeDraining, "target is draining: try again"))
+			return
+		}
+		defer s.serving.RUnlock()
 		r.Body = http.MaxBytesReader(w, r.Body, wire.MaxJSON+1)
 		if _, _, err := s.security.principal(r); err != nil {
 			s.answerError(w, r, err)
@@ -186,7 +191,7 @@ func (s *Server) deleteSession(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	s.endSession(x)
+	s.endSession(x, claimDropped)
 	w.WriteHeader(http.StatusNoContent)
 	return nil
 }
@@ -203,7 +208,11 @@ func (s *Server) postConnections(w http.ResponseWriter, r *http.Request) error {
 	if req.Epoch != x.epochNow() {
 		return fail(wire.CodeFenced, "epoch %d of the session is over", req.Epoch)
 	}
-	answer(w, http.StatusOK, wire.TokensReply{Tokens: x.more(req.Count)})
+	tokens, err := x.more(req.Count)
+	if err != nil {
+		return err
+	}
+	answer(w, http.StatusOK, wire.TokensReply{Tokens: tokens})
 	return nil
 }
 

@@ -43,6 +43,8 @@ type memory struct {
 	path     string
 	instance string
 
+	resizing sync.Mutex // one at a time
+
 	mu     sync.RWMutex
 	pieces []*piece // guarded by mu: mappings, in order; a grow adds one
 	size   int64    // guarded by mu
@@ -50,15 +52,18 @@ type memory struct {
 
 // piece is one mapping of the file.
 type piece struct {
-	off     int64
-	mem     []byte
-	regions map[*domain]rdma.MemoryRegion // guarded by memory.mu
+	off int64
+	mem []byte
+
+	mu      sync.Mutex                    // held while a registration pins; nothing but a MAP waits for it
+	regions map[*domain]rdma.MemoryRegion // guarded by mu
 }
 
 // instanceFile is what lies beside the bytes and says whose they are.
 type instanceFile struct {
 	Instance string `json:"instance"`
 	Size     int64  `json:"size"`
+	Boot     string `json:"boot"` // a file that is on no tmpfs after all may come back torn from a reboot
 }
 
 // place is where the memory lies, and the size of its pages.
@@ -121,13 +126,14 @@ func (m *memory) adopt() error {
 	}
 	var in instanceFile
 	text, err := os.ReadFile(m.instancePath())
-	if err == nil && json.Unmarshal(text, &in) == nil && in.Instance != "" && in.Size == st.Size() {
+	// A file that is longer was being grown: the rest was never promised.
+	if err == nil && json.Unmarshal(text, &in) == nil && in.Instance != "" && in.Size <= st.Size() && in.Boot == bootID() {
 		if in.Size != m.size {
 			return fmt.Errorf("it exists with %s in %s, not %s: keep that size, change it with `rblkd export resize`, or delete %s to start anew",
 				size.Format(in.Size), m.path, size.Format(m.size), m.instancePath())
 		}
 		m.instance = in.Instance
-		return nil
+		return m.file.Truncate(m.size)
 	}
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
@@ -143,11 +149,11 @@ func (m *memory) adopt() error {
 	id := make([]byte, 16)
 	rand.Read(id)
 	m.instance = hex.EncodeToString(id)
-	return m.writeInstance()
+	return m.writeInstance(m.size)
 }
 
-func (m *memory) writeInstance() error {
-	text, err := json.Marshal(instanceFile{m.instance, m.size})
+func (m *memory) writeInstance(size int64) error {
+	text, err := json.Marshal(instanceFile{m.instance, size, bootID()})
 	if err != nil {
 		return err
 	}
@@ -253,39 +259,46 @@ func (m *memory) info(i *wire.ExportInfo) {
 	i.CanFlush, i.CanFUA, i.CanDiscard, i.CanZero = true, true, true, true
 }
 
-// find is the piece that holds off, or nil. Caller holds mu.
-func (m *memory) find(off uint64) *piece {
+// within are the pieces that r touches, in order; nil when it leaves the
+// export. A piece stays mapped as long as there are sessions.
+func (m *memory) within(r wire.Range) []*piece {
+	m.mu.RLock()
+	defer m.mu.RUnlock()
+	if r.Offset >= uint64(m.size) || r.Length > uint64(m.size)-r.Offset {
+		return nil
+	}
+	var ps []*piece
 	for _, p := range m.pieces {
-		if off >= uint64(p.off) && off < uint64(p.off)+uint64(len(p.mem)) {
-			return p
+		if r.Offset < uint64(p.off)+uint64(len(p.mem)) && r.Offset+r.Length > uint64(p.off) {
+			ps = append(ps, p)
 		}
 	}
-	return nil
+	return ps
 }
 
 // mapRange grants whole pieces: no frame, no message on the data path.
-func (m *memory) mapRange(_ context.Context, s *session, r wire.Range, _ wire.Intent) []wire.Grant {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if r.Offset >= uint64(m.size) || r.Length > uint64(m.size)-r.Offset {
+func (m *memory) mapRange(_ context.Context, s *session, r wire.Range, _ wire.Intent, _ bool) []wire.Grant {
+	pieces := m.within(r)
+	if pieces == nil {
 		return refuse(r, wire.StatusRange)
 	}
 	var grants []wire.Grant
-	for off := r.Offset; off < r.Offset+r.Length; {
-		p := m.find(off)
+	for _, p := range pieces {
 		g, err := s.grantMemory(p)
 		if err != nil {
 			s.log.Error("cannot register memory", "err", err)
-			return append(grants, refuse(wire.Range{Offset: off, Length: r.Offset + r.Length - off}, wire.StatusIO)...)
+			from := max(r.Offset, uint64(p.off))
+			return append(grants, refuse(wire.Range{Offset: from, Length: r.Offset + r.Length - from}, wire.StatusIO)...)
 		}
 		grants = append(grants, g)
-		off = uint64(p.off) + uint64(len(p.mem))
 	}
 	return grants
 }
 
 // region registers the piece in a domain, once.
 func (p *piece) region(d *domain) (rdma.MemoryRegion, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
 	if r := p.regions[d]; r != nil {
 		return r, nil
 	}
@@ -302,19 +315,25 @@ func (p *piece) region(d *domain) (rdma.MemoryRegion, error) {
 	return r, nil
 }
 
+// zeroStep is how much is cleared at once: a clear cannot be preempted, and
+// the garbage collector waits for it.
+const zeroStep = 1 << 20
+
 // zero writes zeros. Registered memory is never punched.
-func (m *memory) zero(_ context.Context, r wire.Range) wire.Status {
-	m.mu.RLock()
-	defer m.mu.RUnlock()
-	if r.Offset >= uint64(m.size) || r.Length > uint64(m.size)-r.Offset {
+func (m *memory) zero(ctx context.Context, r wire.Range) wire.Status {
+	pieces := m.within(r)
+	if pieces == nil {
 		return wire.StatusRange
 	}
-	for off, end := r.Offset, r.Offset+r.Length; off < end; {
-		p := m.find(off)
-		b := p.mem[off-uint64(p.off):]
-		b = b[:min(uint64(len(b)), end-off)]
-		clear(b)
-		off += uint64(len(b))
+	for _, p := range pieces {
+		from := max(r.Offset, uint64(p.off)) - uint64(p.off)
+		to := min(r.Offset+r.Length-uint64(p.off), uint64(len(p.mem)))
+		for ; from < to; from += zeroStep {
+			if ctx.Err() != nil {
+				return wire.StatusAgain // the epoch ends; nobody hears this
+			}
+			clear(p.mem[from:min(from+zeroStep, to)])
+		}
 	}
 	return wire.StatusOK
 }
@@ -323,8 +342,12 @@ func (m *memory) zero(_ context.Context, r wire.Range) wire.Status {
 // is all that the export states.
 func (m *memory) flush(context.Context) wire.Status { return wire.StatusOK }
 
-// resize grows the export; n is rounded up to a page.
+// resize grows the export; n is rounded up to a page. The instance file says the
+// new size before anybody can write there, so that no acknowledged byte is cut
+// off by a restart.
 func (m *memory) resize(n int64) error {
+	m.resizing.Lock()
+	defer m.resizing.Unlock()
 	page := int64(os.Getpagesize())
 	if m.cfg.HugePages > 0 {
 		page = m.cfg.HugePages
@@ -339,24 +362,31 @@ func (m *memory) resize(n int64) error {
 	if n < old {
 		return fmt.Errorf("memory export %s has %s: it can grow, not shrink", m.cfg.Name, size.Format(old))
 	}
-	if err := m.grow(n); err != nil {
+	err := m.grow(n)
+	if err == nil {
+		err = m.writeInstance(n)
+	}
+	if err == nil {
+		err = m.mapPiece(old, n-old)
+	}
+	if err != nil {
+		err = errors.Join(err, m.writeInstance(old), m.file.Truncate(old)) // nobody has seen the rest
 		return fmt.Errorf("memory export %s: %w", m.cfg.Name, err)
 	}
-	if err := m.mapPiece(old, n-old); err != nil {
-		return fmt.Errorf("memory export %s: %w", m.cfg.Name, err)
-	}
-	return m.writeInstance()
+	return nil
 }
 
 // leave drops the registrations in a domain.
 func (m *memory) leave(d *domain) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
+	m.mu.RLock()
+	defer m.mu.RUnlock()
 	for _, p := range m.pieces {
+		p.mu.Lock()
 		if r := p.regions[d]; r != nil {
 			r.Deregister()
 			delete(p.regions, d)
 		}
+		p.mu.Unlock()
 	}
 }
 

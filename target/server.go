@@ -22,6 +22,8 @@ import (
 	"syscall"
 	"time"
 
+	"golang.org/x/net/netutil"
+
 	"rblk/dataset"
 	"rblk/rdma"
 	"rblk/wire"
@@ -56,6 +58,7 @@ type Options struct {
 	Keepalive      time.Duration // what initiators are told; default 5 s
 	Dead           time.Duration // silence after which a connection is broken; default 15 s
 	Revoke         time.Duration // time to answer a REVOKE; default 5 s
+	ReadTime       time.Duration // for a control request to arrive; default 30 s
 
 	Scan   dataset.ScanOptions
 	Logger *slog.Logger // nil: discard
@@ -79,6 +82,7 @@ func (o *Options) defaults() {
 	def(&o.Keepalive, 5*time.Second)
 	def(&o.Dead, 15*time.Second)
 	def(&o.Revoke, 5*time.Second)
+	def(&o.ReadTime, 30*time.Second)
 	if o.MaxSessions <= 0 {
 		o.MaxSessions = 1024
 	}
@@ -127,6 +131,7 @@ type Server struct {
 	exports  map[string]*export  // guarded by mu
 	sessions map[string]*session // guarded by mu
 
+	serving  sync.RWMutex // a request holds it; the end of Serve takes it for good
 	draining atomic.Bool
 	revokes  atomic.Int64
 	tasks    sync.WaitGroup
@@ -168,7 +173,7 @@ func New(ctx context.Context, opts Options) (_ *Server, err error) {
 	if s.state, err = openState(ctx, opts.StateDir); err != nil {
 		return nil, err
 	}
-	if s.frames, err = newPool(opts.Frames); err != nil {
+	if s.frames, err = newPool(opts.Frames, s.metrics.fill); err != nil {
 		return nil, err
 	}
 	s.limits = wire.Limits{
@@ -208,17 +213,8 @@ func (s *Server) listen(ctx context.Context) error {
 }
 
 func (s *Server) listenControl(ctx context.Context, addr string) (net.Listener, error) {
-	path, isUnix := strings.CutPrefix(addr, "unix:")
-	if isUnix {
-		os.Remove(path) // a socket that a dead process left; a living one is kept off by the state lock
-		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-			return nil, fmt.Errorf("control listener %s: %w", addr, err)
-		}
-		l, err := new(net.ListenConfig).Listen(ctx, "unix", path)
-		if err != nil {
-			return nil, fmt.Errorf("control listener: %w", err)
-		}
-		return l, os.Chmod(path, 0o600)
+	if path, ok := strings.CutPrefix(addr, "unix:"); ok {
+		return listenUnix(ctx, path)
 	}
 	l, err := new(net.ListenConfig).Listen(ctx, "tcp", addr)
 	if err != nil {
@@ -228,8 +224,38 @@ func (s *Server) listenControl(ctx context.Context, addr string) (net.Listener, 
 		l.Close()
 		return nil, err
 	}
+	// Each session may keep an event stream open; the rest is for requests.
+	l = netutil.LimitListener(l, s.opts.MaxSessions+spareRequests)
 	if s.security.tls != nil {
 		l = tls.NewListener(l, s.security.tls)
+	}
+	return l, nil
+}
+
+// listenUnix listens on a socket that its owner alone may use. A socket that a
+// dead process left is replaced; anything else of that name is left alone.
+func listenUnix(ctx context.Context, path string) (net.Listener, error) {
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return nil, listenError("control", "unix:"+path, "--listen", err)
+	}
+	if st, err := os.Lstat(path); err == nil && st.Mode()&os.ModeSocket != 0 {
+		conn, err := net.Dial("unix", path)
+		if err == nil {
+			conn.Close()
+			return nil, listenError("control", "unix:"+path, "--listen", syscall.EADDRINUSE)
+		}
+		if errors.Is(err, syscall.ECONNREFUSED) {
+			os.Remove(path) // what goes wrong here shows below
+		}
+	}
+	// The mode of the socket is that of its file from the first moment on.
+	private := func(_, _ string, c syscall.RawConn) (err error) {
+		e := c.Control(func(fd uintptr) { err = syscall.Fchmod(int(fd), 0o600) })
+		return errors.Join(err, e)
+	}
+	l, err := (&net.ListenConfig{Control: private}).Listen(ctx, "unix", path)
+	if err != nil {
+		return nil, listenError("control", "unix:"+path, "--listen", err)
 	}
 	return l, nil
 }
@@ -241,6 +267,9 @@ func listenError(plane, addr, flag string, err error) error {
 	}
 	return fmt.Errorf("%s address %s: %w; choose another with %s", plane, addr, err, flag)
 }
+
+// spareRequests are control connections beyond one for each session.
+const spareRequests = 256
 
 // ControlAddrs are the addresses that were got.
 func (s *Server) ControlAddrs() []string {
@@ -453,10 +482,12 @@ func (s *Server) Serve(ctx context.Context) error {
 	s.drain()
 	servers.Wait()
 	s.cancel()
+	s.serving.Lock() // requests that the drain cut off have returned; late ones are refused
 	for _, d := range s.data {
 		d.l.Close()
 	}
 	acceptors.Wait()
+	s.endSessions() // before tasks, which they start
 	s.tasks.Wait()
 	s.close()
 	return err
@@ -484,11 +515,7 @@ func (s *Server) Close() { s.close() }
 // return.
 func (s *Server) close() {
 	s.cancel()
-	for _, x := range s.sessionList() {
-		x.changing.Lock()
-		x.endLocked(false)
-		x.changing.Unlock()
-	}
+	s.endSessions()
 	for _, e := range s.list() {
 		e.close()
 	}
@@ -503,6 +530,13 @@ func (s *Server) close() {
 	}
 	if s.state != nil {
 		s.state.close()
+	}
+}
+
+// endSessions ends every session; writers may come back to the next run.
+func (s *Server) endSessions() {
+	for _, x := range s.sessionList() {
+		s.endSession(x, claimKept)
 	}
 }
 
@@ -548,18 +582,29 @@ func (s *Server) watchSession(x *session) {
 		c.log.Warn("nothing heard: connection ended", "for", s.opts.Dead)
 		c.kill()
 	}
-	if idle := x.idleSince(); !idle.IsZero() && time.Since(idle) > s.opts.ClaimTime {
-		x.log.Info("session silent for too long", "for", s.opts.ClaimTime)
-		s.endSession(x)
+	if x.silent() && !x.reaping.Swap(true) {
+		// Its handlers may hang in the store: nobody else waits for them.
+		s.tasks.Go(func() { s.reap(x) })
 	}
 }
 
+// reap ends a session that is still silent.
+func (s *Server) reap(x *session) {
+	x.changing.Lock()
+	defer x.changing.Unlock()
+	if !x.silent() {
+		x.reaping.Store(false)
+		return
+	}
+	x.log.Info("session silent for too long", "for", s.opts.ClaimTime)
+	x.endLocked(claimLeft)
+	s.displace(x)
+}
+
 // endSession ends a session and forgets it.
-func (s *Server) endSession(x *session) {
-	x.end()
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	delete(s.sessions, x.id)
+func (s *Server) endSession(x *session, f fate) {
+	x.end(f)
+	s.displace(x)
 }
 
 // acceptAll takes data connections.

@@ -11,6 +11,7 @@ import (
 	"log/slog"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"rblk/rdma"
@@ -29,8 +30,11 @@ type session struct {
 	access    string
 	client    wire.Client
 	principal string
+	instance  string // of the export, when the session was opened
 	since     time.Time
 	log       *slog.Logger
+
+	reaping atomic.Bool // it is being ended for its silence
 
 	// changing is held while an epoch ends or begins, so that two re-opens
 	// cannot run at once.
@@ -65,7 +69,7 @@ type grant struct {
 	id   uint64
 	st   *stager
 	ext  *extent
-	told bool // guarded by st.mu: the answer that carries it has been sent
+	told bool // guarded by st.mu: the answer that carries it was sent
 }
 
 func secret() (text string, sum [32]byte) {
@@ -111,13 +115,15 @@ func (s *session) tokenLocked(i int) wire.Token {
 	return wire.Token{Connection: i, Secret: text}
 }
 
-// more makes further tokens, for connections that are not there.
-func (s *session) more(n int) []wire.Token {
+// more makes up to n further tokens, for connections that are not there.
+func (s *session) more(n int) ([]wire.Token, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	var ts []wire.Token
 	if !s.open {
-		return nil
+		return nil, fail(wire.CodeBadRequest, "the session has lost its connections: re-open it")
+	}
+	if n < 1 || n > s.srv.limits.MaxConnections {
+		return nil, fail(wire.CodeLimit, "%d connections: want 1 to %d", n, s.srv.limits.MaxConnections)
 	}
 	now := time.Now()
 	for sum, t := range s.tokens {
@@ -125,12 +131,13 @@ func (s *session) more(n int) []wire.Token {
 			delete(s.tokens, sum)
 		}
 	}
+	ts := []wire.Token{}
 	for i := 0; i < s.srv.limits.MaxConnections && len(ts) < n && len(s.tokens) < 2*s.srv.limits.MaxConnections; i++ {
 		if s.conns[i] == nil {
 			ts = append(ts, s.tokenLocked(i))
 		}
 	}
-	return ts
+	return ts, nil
 }
 
 // stop ends the epoch: no token works any more, every queue pair is destroyed,
@@ -158,11 +165,18 @@ func (s *session) stop() {
 	s.dropGrants()
 }
 
-// kill destroys the session's queue pairs, because it does not answer a REVOKE.
-// Its frames are free afterwards.
-func (s *session) kill(why string) {
+// kill destroys the queue pairs of an epoch, because it does not answer a
+// REVOKE. Its frames are free afterwards. An epoch that is over is none of its
+// business.
+func (s *session) kill(epoch context.Context, why string) {
 	s.changing.Lock()
 	defer s.changing.Unlock()
+	s.mu.Lock()
+	now := s.ctx == epoch && s.open
+	s.mu.Unlock()
+	if !now {
+		return
+	}
 	s.log.Warn("session's connections destroyed", "why", why)
 	s.stop()
 	s.mu.Lock()
@@ -170,15 +184,24 @@ func (s *session) kill(why string) {
 	s.seen = time.Now()
 }
 
-// end ends the session for good and gives its claim up.
-func (s *session) end() {
+// fate is what becomes of a session's write claim when the session ends.
+type fate int
+
+const (
+	claimDropped fate = iota // its holder is done with it, or was fenced: it never comes back
+	claimLeft                // anybody may have it; until somebody does, its holder may come back
+	claimKept                // for the next run of the daemon
+)
+
+// end ends the session for good.
+func (s *session) end(f fate) {
 	s.changing.Lock()
 	defer s.changing.Unlock()
-	s.endLocked(true)
+	s.endLocked(f)
 }
 
 // endLocked is end. Caller holds changing.
-func (s *session) endLocked(dropClaim bool) {
+func (s *session) endLocked(f fate) {
 	s.mu.Lock()
 	was := s.ended
 	s.ended = true
@@ -189,15 +212,30 @@ func (s *session) endLocked(dropClaim bool) {
 	s.stop()
 	e := s.exp
 	e.mu.Lock()
-	defer e.mu.Unlock()
 	delete(e.sessions, s.id)
-	if e.writer == s {
+	held := e.writer == s
+	if held {
 		e.writer = nil
-		if dropClaim {
-			s.srv.state.dropClaim(e.name)
-		}
+	}
+	if held && f == claimLeft {
+		rec := s.record()
+		e.left, e.grace = &rec, time.Now()
+	}
+	e.mu.Unlock()
+	if held && f == claimDropped {
+		s.srv.state.dropClaim(e.name)
 	}
 	s.log.Info("session ended")
+}
+
+// record is the claim as it is written down.
+func (s *session) record() claimRecord {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return claimRecord{
+		Session: s.id, Epoch: s.epoch, Secret: hex.EncodeToString(s.secret[:]), Access: s.access, Principal: s.principal,
+		Instance: s.instance, Client: s.client, Address: s.address, Since: s.since,
+	}
 }
 
 // holder describes the session as a writer.
@@ -207,14 +245,11 @@ func (s *session) holder() *wire.Writer {
 	return &wire.Writer{Client: s.client, Address: s.address, AgeSecond: int64(time.Since(s.since).Seconds())}
 }
 
-// idleSince is when the session was last connected; zero while it is.
-func (s *session) idleSince() time.Time {
+// silent: nobody has been connected for as long as a claim lasts.
+func (s *session) silent() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if len(s.conns) > 0 {
-		return time.Time{}
-	}
-	return s.seen
+	return len(s.conns) == 0 && !s.seen.IsZero() && time.Since(s.seen) > s.srv.opts.ClaimTime
 }
 
 // admit takes a token for a connection of the epoch and reserves its place.
@@ -323,16 +358,21 @@ func (s *session) hold(st *stager, e *extent, id *uint64) wire.Status {
 	*id = g.id
 	st.mu.Lock()
 	defer st.mu.Unlock()
+	if e.state == stateRevoking {
+		delete(s.grants, g.id)
+		return wire.StatusAgain
+	}
 	st.pinLocked(e)
 	e.holds[g] = struct{}{}
+	if st.queue.Len() > 0 {
+		st.wakeLocked() // there is something to revoke
+	}
 	return wire.StatusOK
 }
 
-// told notes that an answer with these grants has been sent. A REVOKE of one
-// must not overtake it: the initiator would answer for a grant that it does not
-// know, and then use it. So those that were to be revoked meanwhile are asked
-// back now.
-func (s *session) told(gs []wire.Grant) {
+// tell notes that the initiator has been sent these grants. Those that are
+// wanted back by now are asked for at once.
+func (s *session) tell(gs []wire.Grant) {
 	var ask []*grant
 	for i := range gs {
 		s.mu.Lock()
@@ -420,7 +460,7 @@ func (s *session) revoke(ids []uint64) {
 		late := s.ctx == ctx && slices.ContainsFunc(ids, func(id uint64) bool { return s.grants[id] != nil })
 		s.mu.Unlock()
 		if late {
-			s.kill("a REVOKE was not answered")
+			s.kill(ctx, "a REVOKE was not answered")
 		}
 	})
 }

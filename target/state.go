@@ -52,9 +52,11 @@ func lockFile(ctx context.Context, path string) (*os.File, error) {
 	if err != nil {
 		return nil, err
 	}
+	lockErr := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+	// Whoever had the lock last has written its name by now.
 	text, _ := io.ReadAll(io.LimitReader(f, 100))
 	pid, start := parseOwner(string(text))
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+	if err := lockErr; err != nil {
 		f.Close()
 		if errors.Is(err, unix.EWOULDBLOCK) {
 			return nil, fmt.Errorf("in use by another rblkd (pid %d): stop it, or choose another directory (lock %s)", pid, path)
@@ -91,9 +93,8 @@ func startTime(pid int) string {
 		return ""
 	}
 	// The second field is a name in parentheses that may hold anything.
-	_, rest, ok := strings.Cut(string(text), ") ")
-	w := strings.Fields(rest)
-	if !ok || len(w) < 20 {
+	w := strings.Fields(string(text[strings.LastIndexByte(string(text), ')')+1:]))
+	if len(w) < 20 {
 		return ""
 	}
 	return w[19]

@@ -7,6 +7,7 @@ package cachetest
 
 import (
 	"context"
+	"encoding/binary"
 	"fmt"
 	"math/rand/v2"
 	"slices"
@@ -29,7 +30,7 @@ type Options struct {
 	MaxTransfer int           // 0: 1 MiB
 	Latency     time.Duration // of every Op
 	Jitter      time.Duration // a random extra in [0, Jitter)
-	Bandwidth   int64         // bytes a second of each lane; 0: no bound
+	Bandwidth   int64         // bytes a second; the demand lane goes first; 0: no bound
 	FailRate    float64       // share of Ops that fail with FailErr, in [0, 1]
 	FailErr     error         // nil: volume.ErrIO
 	Seed        uint64
@@ -65,7 +66,7 @@ type Source struct {
 	closed   bool
 	pending  []*pending // in order of submission
 	ending   int        // Ops that have left pending and are being Done
-	linkFree [volume.NumLanes]time.Time
+	linkFree time.Time
 	arenas   []*arena
 	count    Counters
 	idle     sync.Cond
@@ -121,11 +122,13 @@ func (s *Source) Fill(seed uint64) {
 // Pattern fills p as Source.Fill fills a volume.
 func Pattern(p []byte, seed uint64) {
 	x := seed*0x9e3779b97f4a7c15 + 1
-	for i := range p {
+	for len(p) > 0 {
 		x ^= x << 13
 		x ^= x >> 7
 		x ^= x << 17
-		p[i] = byte(x >> 32)
+		var word [8]byte
+		binary.LittleEndian.PutUint64(word[:], x)
+		p = p[copy(p, word[:]):]
 	}
 }
 
@@ -399,12 +402,16 @@ func (s *Source) delay(op *volume.Op) time.Duration {
 	}
 	if s.opts.Bandwidth > 0 {
 		now := time.Now()
-		free := &s.linkFree[op.Lane]
-		if free.Before(now) {
-			*free = now
+		took := time.Duration(int64(len(op.Mem)) * int64(time.Second) / s.opts.Bandwidth)
+		if s.linkFree.Before(now) {
+			s.linkFree = now
 		}
-		*free = free.Add(time.Duration(int64(len(op.Mem)) * int64(time.Second) / s.opts.Bandwidth))
-		wait += free.Sub(now)
+		s.linkFree = s.linkFree.Add(took)
+		if op.Lane == volume.LaneDemand {
+			wait += took // passes the others by, who come later for it
+		} else {
+			wait += s.linkFree.Sub(now)
+		}
 	}
 	return wait
 }

@@ -72,6 +72,7 @@ type mounter struct {
 	providers []rdma.Provider
 	metrics   *metricsServer
 	started   time.Time
+	replaced  fuse.Info // the dead mount that was here
 
 	mu      sync.Mutex
 	volumes []*opened // guarded by mu
@@ -143,10 +144,10 @@ func parseMount(source string, lists []string) (initiator.Source, mountOptions, 
 }
 
 func (m *mounter) run(ctx context.Context) error {
-	if err := fuse.PreparePoint(ctx, m.dir, m.opts.nonEmpty); err != nil {
+	var err error
+	if m.replaced, err = fuse.PreparePoint(ctx, m.dir, m.opts.nonEmpty); err != nil {
 		return err
 	}
-	var err error
 	if m.providers, err = openProviders(m.src.Transport, m.log); err != nil {
 		return err
 	}
@@ -206,7 +207,7 @@ func (m *mounter) serve(ctx context.Context, mnt *fuse.Mount) error {
 
 // open opens an export: session, cache, and the manifest of a dataset.
 func (m *mounter) open(ctx context.Context, src initiator.Source) (*fuse.Export, error) {
-	v, err := initiator.Dial(ctx, src, initiator.DialOptions{Providers: m.providers, Logger: m.log})
+	v, err := m.dial(ctx, src)
 	if err != nil {
 		return nil, err
 	}
@@ -281,13 +282,13 @@ func newDirectory(m *mounter) (*directory, error) {
 
 const listTime = 30 * time.Second
 
-func (d *directory) List(ctx context.Context) ([]string, error) {
+func (d *directory) List(ctx context.Context) ([]fuse.Listed, error) {
 	list, err := d.control.Exports(ctx)
-	var names []string
+	var listed []fuse.Listed
 	for _, e := range list {
-		names = append(names, e.Name)
+		listed = append(listed, fuse.Listed{Name: e.Name, Dataset: e.Kind == string(volume.KindDataset)})
 	}
-	return names, err
+	return listed, err
 }
 
 func (d *directory) Open(ctx context.Context, name string) (*fuse.Export, error) {

@@ -17,11 +17,14 @@ import (
 	"rblk/rdma/tcp"
 )
 
-const patience = 30 * time.Second
+const (
+	patience  = 30 * time.Second
+	handshake = 2 * time.Second // short: tests wait it out
+)
 
 func newTCP(t testing.TB) rdma.Provider {
 	t.Helper()
-	p, err := tcp.New(tcp.Options{HandshakeTime: 500 * time.Millisecond})
+	p, err := tcp.New(tcp.Options{HandshakeTime: handshake})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -38,7 +41,7 @@ func TestConformance(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			rdmatest.Run(t, func(tb testing.TB) rdmatest.Pair {
 				p := faulty.Wrap(newTCP(tb), rules...)
-				return rdmatest.Pair{Active: p, Passive: p, Listen: "127.0.0.1:0", RequestLife: 500 * time.Millisecond, NoChild: true}
+				return rdmatest.Pair{Active: p, Passive: p, Listen: "127.0.0.1:0", RequestLife: handshake, NoChild: true}
 			})
 		})
 	}
@@ -63,7 +66,7 @@ func newRig(t *testing.T) *rig {
 	t.Cleanup(func() { goleak.VerifyNone(t, ignore) })
 	ctx, cancel := context.WithTimeout(context.Background(), 2*patience)
 	t.Cleanup(cancel)
-	r := &rig{T: t, ctx: ctx, p: faulty.Wrap(newTCP(t)), target: newTCP(t), accepted: make(chan rdma.Conn, 16)}
+	r := &rig{T: t, ctx: ctx, p: faulty.Wrap(newTCP(t)), target: newTCP(t), accepted: make(chan rdma.Conn, 1000)}
 	must := func(err error) {
 		t.Helper()
 		if err != nil {
@@ -108,6 +111,10 @@ func newRig(t *testing.T) *rig {
 	t.Cleanup(func() {
 		must(r.listener.Close())
 		<-done
+		close(r.accepted)
+		for c := range r.accepted { // those no test has taken
+			must(c.Close())
+		}
 	})
 	return r
 }

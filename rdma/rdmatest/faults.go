@@ -87,18 +87,28 @@ func testRefusals(r *rig) {
 		}},
 	}
 	for _, tt := range cases {
+		if r.pair.Siw && (tt.name == "read without remote read" || tt.name == "read of local memory") {
+			continue
+		}
 		l := r.connect(linkOptions{})
 		at := tt.at(l)
 		fill(l.a.mem, 1)
 		fill(l.b.mem, 2)
 		before := bytes.Clone(l.b.mem)
 		// What is posted before succeeds, the culprit fails, the rest is flushed.
+		// Without the fences a WRITE may overtake the READ before it.
+		behind := l.a.writeWR(3, l.b, 0, 0, 5000)
+		behind.Flags |= rdma.WRFence
 		l.a.post(
 			l.a.readWR(1, l.b, 0, 500_000, 100_000),
-			rdma.WorkRequest{ID: 2, Op: tt.op, Local: l.a.seg(0, n), Remote: at},
-			l.a.writeWR(3, l.b, 0, 0, 5000),
+			rdma.WorkRequest{ID: 2, Op: tt.op, Flags: rdma.WRFence, Local: l.a.seg(0, n), Remote: at},
+			behind,
 			l.a.readWR(4, l.b, 0, 0, 5000),
 		)
+		if r.pair.IWARP {
+			l.endsUntouched(tt.name, before)
+			continue
+		}
 		l.a.expect(1)
 		c := l.a.next()
 		if c.ID != 2 || c.Status == rdma.StatusOK || c.Status != rdma.StatusRemoteAccess && !r.pair.LooseStatus {
@@ -113,6 +123,31 @@ func testRefusals(r *rig) {
 		if !bytes.Equal(l.b.mem, before) {
 			l.Fatalf("%s: the memory was touched", tt.name)
 		}
+	}
+}
+
+// endsUntouched: on iWARP the WRITEs may have succeeded as far as TCP knows, and
+// a READ under way may have been lost with the connection; but the READ behind
+// the culprit fails, and nothing has changed.
+func (l *link) endsUntouched(name string, before []byte) {
+	l.Helper()
+	if l.pair.Siw {
+		// Its terminate message may be stuck until there is more to send.
+		select {
+		case <-l.a.conn.Done():
+		case <-time.After(time.Second):
+			l.a.conn.Disconnect()
+		}
+	}
+	for _, c := range l.a.rest() {
+		if c.ID == 4 && c.Status == rdma.StatusOK {
+			l.Fatalf("%s: the READ behind it succeeded", name)
+		}
+	}
+	l.a.dies()
+	l.b.dies()
+	if !bytes.Equal(l.b.mem, before) {
+		l.Fatalf("%s: the memory was touched", name)
 	}
 }
 
@@ -383,6 +418,8 @@ func testDeregisterInUse(r *rig) {
 		wg.Wait()
 		l.a.dies()
 		l.b.dies()
-		l.same(mem, mine)
+		if !r.pair.Siw {
+			l.same(mem, mine)
+		}
 	}
 }

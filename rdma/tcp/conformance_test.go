@@ -12,7 +12,7 @@ import (
 func TestConformance(t *testing.T) {
 	rdmatest.Run(t, func(tb testing.TB) rdmatest.Pair {
 		// Two providers, as on two machines.
-		const life = 300 * time.Millisecond
+		const life = 2 * time.Second // short, for the test that waits it out
 		a, err := New(Options{})
 		if err != nil {
 			tb.Fatal(err)

@@ -89,7 +89,22 @@ var _ rdma.Conn = (*conn)(nil)
 // tcpUserTimeout is TCP_USER_TIMEOUT of tcp(7), which package syscall lacks.
 const tcpUserTimeout = 18
 
-// newConn takes sock over when it succeeds.
+// detectDeath makes the kernel break the connection when the peer's machine is
+// silent for userTimeout, with bytes under way or without.
+func detectDeath(sock *net.TCPConn, raw syscall.RawConn) error {
+	probes := net.KeepAliveConfig{Enable: true, Idle: userTimeout / 2, Interval: userTimeout / 4, Count: 2}
+	if err := sock.SetKeepAliveConfig(probes); err != nil {
+		return err
+	}
+	var err error
+	ctlErr := raw.Control(func(fd uintptr) {
+		err = syscall.SetsockoptInt(int(fd), syscall.IPPROTO_TCP, tcpUserTimeout, int(userTimeout.Milliseconds()))
+	})
+	return errors.Join(err, ctlErr)
+}
+
+// newConn takes sock over when it succeeds. The connection does nothing until
+// start.
 func newConn(sock *net.TCPConn, d *domain, o rdma.ConnOptions, t terms) (*conn, error) {
 	raw, err := sock.SyscallConn()
 	if err != nil {
@@ -104,10 +119,7 @@ func newConn(sock *net.TCPConn, d *domain, o rdma.ConnOptions, t terms) (*conn, 
 			SendDepth: o.SendDepth, RecvDepth: o.RecvDepth, ReadDepth: t.reads, Segments: o.Segments, Inline: o.Inline,
 		},
 	}
-	err = raw.Control(func(fd uintptr) {
-		_ = syscall.SetsockoptInt(int(fd), syscall.IPPROTO_TCP, tcpUserTimeout, int(userTimeout.Milliseconds()))
-	})
-	if err != nil {
+	if err := detectDeath(sock, raw); err != nil {
 		return nil, err
 	}
 	c.cond = sync.NewCond(&c.mu)
@@ -116,6 +128,9 @@ func newConn(sock *net.TCPConn, d *domain, o rdma.ConnOptions, t terms) (*conn, 
 		s, ok := o.SharedReceive.(*sharedQueue)
 		if !ok || s.dom != d {
 			return nil, fmt.Errorf("%w: shared receive queue of another domain", rdma.ErrInvalid)
+		}
+		if len(o.Receives) > 0 {
+			return nil, fmt.Errorf("%w: receives of its own beside a shared receive queue", rdma.ErrInvalid)
 		}
 		c.shared = s
 		depth += len(s.q.ring)
@@ -132,24 +147,31 @@ func newConn(sock *net.TCPConn, d *domain, o rdma.ConnOptions, t terms) (*conn, 
 	if err := c.join(); err != nil {
 		return nil, err
 	}
+	return c, nil
+}
+
+// start begins automatic progress.
+func (c *conn) start() {
 	if !c.manual {
 		c.in.active = true
 		go c.run()
 	}
-	return c, nil
 }
 
 // join makes the connection known to its parents.
 func (c *conn) join() error {
-	if c.shared != nil {
-		c.shared.mu.Lock()
-		c.shared.users[c] = struct{}{}
-		c.shared.mu.Unlock()
+	s := c.shared
+	if s != nil {
+		s.mu.Lock()
+		defer s.mu.Unlock()
 	}
 	c.dom.mu.Lock()
 	defer c.dom.mu.Unlock()
-	if c.dom.closed {
-		return fmt.Errorf("%w: domain is closed", rdma.ErrInvalid)
+	if c.dom.closed || s != nil && s.closed {
+		return fmt.Errorf("%w: domain or shared receive queue is closed", rdma.ErrInvalid)
+	}
+	if s != nil {
+		s.users[c] = struct{}{}
 	}
 	c.dom.conns[c] = struct{}{}
 	c.dom.p.conns.Add(1)
@@ -203,6 +225,7 @@ func (c *conn) settle() {
 		c.sock.Close()
 	}
 	c.out.drop()
+	c.in.region = nil
 	c.sqSent = c.sqDone // nothing writes any more
 	c.reap()
 	for ; c.sqHead != c.sqTail; c.sqHead++ {
@@ -449,6 +472,9 @@ func (c *conn) take(wc []rdma.Completion) (int, error) {
 	}
 	if n > 0 && c.cqHead != c.cqTail {
 		c.wake()
+	}
+	if n > 0 && c.shared != nil {
+		c.cond.Broadcast() // a message may be waiting for room
 	}
 	if n == 0 && c.settled {
 		return 0, c.err

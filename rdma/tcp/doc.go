@@ -28,5 +28,29 @@
 // goroutine carries on until the queue is empty, and ends.
 //
 // A broken connection gives its buffers back, as flushed completions, only when
-// both have stopped.
+// both have stopped. For the same reason a request ends only when it has been
+// answered and the writer has let go of it: an answer may come in, or be made
+// up, while the system call that sends the request is still under way.
+//
+// # Copies
+//
+// There are none in user space, but for two kinds of bytes: a WRITE's or SEND's
+// first bytes that arrive together with their header (at most spillSize less a
+// header), and READ responses that were guessed wrong (see incoming.guess),
+// which happens when a message or an ACK comes in between. Both save a system
+// call.
+//
+// # Deregistering
+//
+// Deregister takes the key away, then asks every connection of the domain
+// whether it touches the memory, and waits. One that still does after a second
+// is broken; the memory is free when it has let go, not when time has passed.
+// Posted receives are looked up anew when a message comes, so they do not hold a
+// region back.
+//
+// # Detecting death
+//
+// TCP's keepalive and TCP_USER_TIMEOUT break a connection whose peer's machine is
+// gone after some 20 s. Protocols above need their own, faster, keepalive. With
+// ManualProgress the end is noticed in Poll and Wait only.
 package tcp

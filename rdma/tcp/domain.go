@@ -57,6 +57,9 @@ func (d *domain) NewSharedReceiveQueue(depth int) (rdma.SharedReceiveQueue, erro
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	if d.closed {
+		return nil, fmt.Errorf("tcp: shared receive queue: %w: domain is closed", rdma.ErrInvalid)
+	}
 	d.queues++
 	return &sharedQueue{dom: d, q: newRecvQueue(depth), users: map[*conn]struct{}{}}, nil
 }
@@ -213,7 +216,7 @@ func touches(rs []*region, r *region) bool {
 	return false
 }
 
-// sharedQueue is a shared receive queue. Lock order: conn.mu, then mu.
+// sharedQueue is a shared receive queue. Lock order: conn.mu, mu, domain.mu.
 type sharedQueue struct {
 	dom *domain
 

@@ -206,9 +206,13 @@ func dial(ctx context.Context, sock *net.TCPConn, d *domain, opts rdma.ConnOptio
 	case g.result != resultAccepted || len(g.data) > rdma.MaxPrivateData:
 		return nil, fmt.Errorf("%w: greeting with result %d and %d bytes", rdma.ErrProtocol, g.result, len(g.data))
 	}
-	return newConn(sock, d, opts, terms{
+	c, err := newConn(sock, d, opts, terms{
 		reads: min(opts.ReadDepth, int(g.reads)), rnr: time.Duration(g.rnr) * time.Millisecond, private: g.data,
 	})
+	if err == nil {
+		c.start()
+	}
+	return c, err
 }
 
 // interruptible makes ctx's end interrupt sock; the returned function ends
@@ -414,21 +418,29 @@ func (r *request) Accept(ctx context.Context, pd rdma.ProtectionDomain, opts rdm
 	t := terms{reads: min(opts.ReadDepth, int(r.peer.reads)), rnr: time.Duration(r.peer.rnr) * time.Millisecond, private: r.peer.data}
 	c, err := r.accept(ctx, d, opts, t, private)
 	if err != nil {
-		r.sock.Close()
+		r.answer(resultRejected, []byte("the target could not accept"))
 		return nil, fmt.Errorf("tcp: accept: %w", err)
 	}
 	return c, nil
 }
 
+// accept makes the connection before it answers: a peer that is told yes can
+// send at once.
 func (r *request) accept(ctx context.Context, d *domain, opts rdma.ConnOptions, t terms, private []byte) (*conn, error) {
+	c, err := newConn(r.sock, d, opts, t)
+	if err != nil {
+		return nil, err
+	}
 	reply := greeting{version: helloVersion, result: resultAccepted, reads: uint16(t.reads), rnr: rnrMillis(opts.RNRTimeout), data: private}
 	finish := interruptible(ctx, r.sock)
-	_, err := r.sock.Write(reply.encode(replySize))
+	_, err = r.sock.Write(reply.encode(replySize))
 	finish()
 	if err != nil {
+		c.Close()
 		return nil, cause(ctx, err)
 	}
-	return newConn(r.sock, d, opts, t)
+	c.start()
+	return c, nil
 }
 
 func (r *request) Reject(reason []byte) error {
@@ -438,7 +450,12 @@ func (r *request) Reject(reason []byte) error {
 	if !r.end() {
 		return nil
 	}
-	reply := greeting{version: helloVersion, result: resultRejected, data: reason}
+	return r.answer(resultRejected, reason)
+}
+
+// answer sends a reply that ends the handshake, and gives the socket up.
+func (r *request) answer(result uint8, data []byte) error {
+	reply := greeting{version: helloVersion, result: result, data: data}
 	r.sock.SetWriteDeadline(time.Now().Add(r.p.opts.HandshakeTime))
 	_, err := r.sock.Write(reply.encode(replySize))
 	r.p.linger(r.sock)

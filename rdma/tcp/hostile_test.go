@@ -21,14 +21,14 @@ const patience = 30 * time.Second
 
 // target listens and accepts everybody, with a region that peers may read.
 type target struct {
-	*testing.T
+	testing.TB
 	ctx   context.Context
 	side  *side
 	l     rdma.Listener
 	conns chan rdma.Conn
 }
 
-func newTarget(t *testing.T, opts Options) *target {
+func newTarget(t testing.TB, opts Options) *target {
 	t.Helper()
 	t.Cleanup(func() { goleak.VerifyNone(t) })
 	p, err := New(opts)
@@ -41,7 +41,7 @@ func newTarget(t *testing.T, opts Options) *target {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 4*patience)
-	tg := &target{T: t, ctx: ctx, side: &side{p: p, pd: pd, mem: mapMem(t, 1<<20)}, conns: make(chan rdma.Conn, 1000)}
+	tg := &target{TB: t, ctx: ctx, side: &side{p: p, pd: pd, mem: mapMem(t, 1<<20)}, conns: make(chan rdma.Conn, 1000)}
 	tg.side.mr, err = pd.Register(tg.side.mem, rdma.AccessLocalWrite|rdma.AccessRemoteRead|rdma.AccessRemoteWrite)
 	if err != nil {
 		t.Fatal(err)
@@ -125,7 +125,7 @@ func (tg *target) works(c rdma.Conn) {
 }
 
 // dropped checks that the target ends the connection, and drains what it sent.
-func dropped(t *testing.T, c net.Conn) {
+func dropped(t testing.TB, c net.Conn) {
 	t.Helper()
 	if _, err := io.Copy(io.Discard, c); errors.Is(err, context.DeadlineExceeded) || isTimeout(err) {
 		t.Fatal("the connection was not dropped")
@@ -140,7 +140,7 @@ func isTimeout(err error) bool {
 // TestGarbageAtListener: peers that send one byte, garbage, half a hello or
 // nothing are dropped, while another connection works and new ones come in.
 func TestGarbageAtListener(t *testing.T) {
-	tg := newTarget(t, Options{HandshakeTime: 200 * time.Millisecond, HalfOpen: 8})
+	tg := newTarget(t, Options{HandshakeTime: time.Second, HalfOpen: 16})
 	good := tg.dial()
 	hello := (&greeting{version: helloVersion, reads: 4}).encode(helloSize)
 	rnd := rand.New(rand.NewPCG(1, 2))
@@ -148,6 +148,7 @@ func TestGarbageAtListener(t *testing.T) {
 	for i := range random {
 		random[i] = byte(rnd.Uint32())
 	}
+	var crowd []net.Conn
 	for name, bytes := range map[string][]byte{
 		"nothing": nil, "one byte": hello[:1], "one byte of garbage": {0}, "random": random,
 		"cut hello": hello[:helloSize-1], "http": []byte("GET / HTTP/1.1\r\nHost: x\r\n\r\n" + strings.Repeat("x", 100)),
@@ -155,15 +156,17 @@ func TestGarbageAtListener(t *testing.T) {
 	} {
 		c := tg.raw()
 		if _, err := c.Write(bytes); err != nil {
-			t.Fatal(err)
+			t.Fatal(name, err)
 		}
-		tg.works(good)
+		crowd = append(crowd, c)
+	}
+	tg.works(good)
+	for _, c := range crowd {
 		dropped(t, c)
 		c.Close()
-		t.Log(name)
 	}
 	// A crowd that stalls does not keep a proper peer out.
-	var crowd []net.Conn
+	crowd = nil
 	for range 40 {
 		c := tg.raw()
 		crowd = append(crowd, c)
@@ -413,5 +416,48 @@ func TestLyingListener(t *testing.T) {
 		s.close(t)
 		cancel()
 		<-done
+	}
+}
+
+// TestLastWords: a refusal that came in before the peer closed is reported, even
+// if this side has met the closed socket in the meantime.
+func TestLastWords(t *testing.T) {
+	accept := (&greeting{version: helloVersion, result: resultAccepted, reads: 4}).encode(replySize)
+	for _, manual := range []bool{true, false} {
+		s := newSide(t, 1<<16, rdma.AccessLocalWrite)
+		addr, done := liar(t, accept, func(c net.Conn) {
+			io.ReadFull(c, make([]byte, headerSize))
+			c.Write(frameBytes(header{typ: frameNak, status: rdma.StatusRemoteAccess}))
+		})
+		ctx, cancel := context.WithTimeout(context.Background(), patience)
+		r, err := s.p.Resolve(ctx, addr)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if s.c, err = r.Connect(ctx, s.pd, rdma.ConnOptions{ManualProgress: manual}, nil); err != nil {
+			t.Fatal(err)
+		}
+		post := func(id uint64) bool {
+			n, _ := s.c.Post([]rdma.WorkRequest{{ID: id, Op: rdma.OpRead, Flags: rdma.WRSignaled, Local: []rdma.Segment{rdma.Seg(s.mr, 0, 8)}}})
+			return n == 1
+		}
+		if !post(0) {
+			t.Fatal("not posted")
+		}
+		<-done
+		posted := uint64(1)
+		for posted < 5 && post(posted) {
+			posted++
+		}
+		completed(t, s.c, 0, rdma.StatusRemoteAccess)
+		for i := uint64(1); i < posted; i++ {
+			completed(t, s.c, i, rdma.StatusFlushed)
+		}
+		var wc [1]rdma.Completion
+		if _, err := s.c.Wait(ctx, wc[:]); !errors.Is(err, rdma.StatusRemoteAccess.Err()) {
+			t.Fatal(err)
+		}
+		s.close(t)
+		cancel()
 	}
 }

@@ -25,7 +25,7 @@ const (
 	// guessReads and guessBytes bound the responses whose place is guessed
 	// (see guess). A wrong guess costs a copy of that much.
 	guessReads = 16
-	guessBytes = 256 << 10
+	guessBytes = 64 << 10
 )
 
 // incoming is the reader of a connection: a state machine between frames and
@@ -36,13 +36,14 @@ type incoming struct {
 	// active: somebody is the reader. Guarded by conn.mu.
 	active bool
 
-	buf   []byte // bytes read and not yet understood: buf[pos:]
-	pos   int
-	spill []byte   // the usual backing of buf
-	cur   header   // the frame whose payload is being read
-	dest  [][]byte // where the rest of it goes
-	left  int      // bytes of it to come
-	seq   uint64   // number of the peer's next request
+	buf        []byte // bytes read and not yet understood: buf[pos:]
+	pos        int
+	spill      []byte   // the usual backing of buf
+	regathered []byte   // its backing after a wrong guess
+	cur        header   // the frame whose payload is being read
+	dest       [][]byte // where the rest of it goes
+	left       int      // bytes of it to come
+	seq        uint64   // number of the peer's next request
 
 	// guarded by conn.mu: memory of cur
 	region  *region
@@ -393,6 +394,12 @@ func (in *incoming) receive(h header, block bool) error {
 		if in.stalled.IsZero() {
 			in.stalled = time.Now()
 		}
+		if c.out.due() {
+			// What was answered so far must not wait with us. The lock was
+			// given up: look again.
+			c.out.flush()
+			continue
+		}
 		if c.rnr > 0 && time.Since(in.stalled) >= c.rnr {
 			return in.refuse(h.seq, rdma.StatusRNRRetryExceeded)
 		}
@@ -415,8 +422,6 @@ func (in *incoming) receive(h header, block bool) error {
 			defer c.mu.Unlock()
 			c.cond.Broadcast()
 		})
-		// What was answered so far must not wait with us.
-		c.out.flush()
 		if c.cqHead != c.cqTail {
 			if c.manual {
 				return errInterrupted
@@ -429,7 +434,7 @@ func (in *incoming) receive(h header, block bool) error {
 
 // stallCheck is how often a connection that waits for a receive looks whether
 // its peer is still there.
-const stallCheck = time.Second
+const stallCheck = 100 * time.Millisecond
 
 // hungUp tells whether the peer has closed or the kernel has given it up.
 func (c *conn) hungUp() bool {
@@ -694,7 +699,10 @@ func (in *incoming) match(frames, n int) error {
 // bytes went to wrong places.
 func (in *incoming) regather(n int) {
 	skip := in.got - n
-	stream := make([]byte, 0, max(n, spillSize))
+	if cap(in.regathered) < n {
+		in.regathered = make([]byte, 0, guessReads*headerSize+guessBytes+spillSize)
+	}
+	stream := in.regathered[:0]
 	for i := range in.n {
 		b := unsafe.Slice(in.iov[i].Base, int(in.iov[i].Len))
 		if skip >= len(b) {

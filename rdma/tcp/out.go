@@ -54,6 +54,7 @@ type outgoing struct {
 	ackSeq     uint64
 	nak        bool // a NAK is queued: the connection ends behind it
 	nakSent    bool
+	gone       bool // the peer takes no more bytes
 	nakFrame   frame
 
 	// the writer's
@@ -139,11 +140,16 @@ func (o *outgoing) drop() {
 	o.head, o.tail, o.off = nil, nil, 0
 }
 
+// due tells whether flush would write. Caller holds conn.mu.
+func (o *outgoing) due() bool {
+	return !o.writing && !o.gone && (o.c.err == nil || o.nak) && (o.head != nil || o.ackDue && !o.ack.queued && !o.nak)
+}
+
 // flush writes what is queued, as far as the socket takes it at once; the rest
 // is a goroutine's. Caller holds conn.mu, which is given up over system calls.
 func (o *outgoing) flush() {
 	o.pushAck()
-	if o.writing || o.head == nil || o.c.err != nil && !o.nak {
+	if !o.due() {
 		return
 	}
 	o.writing = true
@@ -160,7 +166,7 @@ func (o *outgoing) flush() {
 // must see to it that somebody carries on as the writer. Caller holds conn.mu.
 func (o *outgoing) write(how func(uintptr) bool) (full bool) {
 	c := o.c
-	for o.head != nil && (c.err == nil || o.nak) {
+	for o.head != nil && !o.gone && (c.err == nil || o.nak) {
 		o.gather()
 		c.sqGiven = max(c.sqGiven, o.given)
 		c.mu.Unlock()
@@ -175,7 +181,12 @@ func (o *outgoing) write(how func(uintptr) bool) (full bool) {
 		}
 		if err != nil {
 			o.nak = false
-			c.fail(lost(err))
+			if err = lost(err); c.err == nil && errors.Is(err, rdma.ErrDisconnected) {
+				// The reader tells why: a NAK may have come before the end.
+				o.gone = true
+			} else {
+				c.fail(err)
+			}
 			break
 		}
 		o.advance(o.wrote)

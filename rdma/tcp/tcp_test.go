@@ -62,7 +62,14 @@ func (s *side) close(tb testing.TB) {
 func connectPair(tb testing.TB, n int, manual bool) (a, b *side) {
 	all := rdma.AccessLocalWrite | rdma.AccessRemoteRead | rdma.AccessRemoteWrite
 	a, b = newSide(tb, n, all), newSide(tb, n, all)
-	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	link(tb, a, b, rdma.ConnOptions{ReadDepth: 64, ManualProgress: manual}, rdma.ConnOptions{ReadDepth: 64})
+	return a, b
+}
+
+// link connects a to b.
+func link(tb testing.TB, a, b *side, active, passive rdma.ConnOptions) {
+	tb.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	l, err := b.p.Listen(ctx, "127.0.0.1:0")
 	if err != nil {
@@ -73,7 +80,7 @@ func connectPair(tb testing.TB, n int, manual bool) (a, b *side) {
 	go func() {
 		req, err := l.Accept(ctx)
 		if err == nil {
-			b.c, err = req.Accept(ctx, b.pd, rdma.ConnOptions{ReadDepth: 64}, []byte("yes"))
+			b.c, err = req.Accept(ctx, b.pd, passive, []byte("yes"))
 		}
 		done <- err
 	}()
@@ -81,14 +88,12 @@ func connectPair(tb testing.TB, n int, manual bool) (a, b *side) {
 	if err != nil {
 		tb.Fatal(err)
 	}
-	a.c, err = r.Connect(ctx, a.pd, rdma.ConnOptions{ReadDepth: 64, ManualProgress: manual}, []byte("hello"))
-	if err != nil {
+	if a.c, err = r.Connect(ctx, a.pd, active, []byte("hello")); err != nil {
 		tb.Fatal(err)
 	}
 	if err := <-done; err != nil {
 		tb.Fatal(err)
 	}
-	return a, b
 }
 
 func TestReadWriteSend(t *testing.T) {
