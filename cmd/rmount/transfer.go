@@ -131,7 +131,12 @@ func (t *transfer) write(ctx context.Context, off, n int64, source io.Reader) er
 			}
 			return err
 		}
-		op := &volume.Op{Kind: volume.OpWrite, Lane: volume.LaneWrite, Offset: off, Mem: buf, Done: func(*volume.Op) {}}
+		mem, err := t.whole(ctx, slot, len(buf), off)
+		if err != nil {
+			t.free <- slot
+			return err
+		}
+		op := &volume.Op{Kind: volume.OpWrite, Lane: volume.LaneWrite, Offset: off, Mem: mem, Done: func(*volume.Op) {}}
 		t.vol.Submit([]*volume.Op{op})
 		queue = append(queue, flight{op, slot})
 		off += int64(len(buf))
@@ -142,6 +147,26 @@ func (t *transfer) write(ctx context.Context, off, n int64, source io.Reader) er
 		}
 	}
 	return t.vol.Flush(ctx)
+}
+
+// whole completes the n bytes in a chunk to whole blocks of the volume, with
+// what the last block holds behind them.
+func (t *transfer) whole(ctx context.Context, slot, n int, off int64) ([]byte, error) {
+	bs := int(t.vol.Geometry().BlockSize)
+	rest := n % bs
+	if rest == 0 {
+		return t.chunk(slot, n), nil
+	}
+	mem := t.chunk(slot, n-rest+bs)
+	head := append([]byte(nil), mem[n-rest:n]...)
+	op := &volume.Op{Kind: volume.OpRead, Offset: off + int64(n-rest), Mem: mem[n-rest:], Done: func(*volume.Op) {}}
+	t.vol.Submit([]*volume.Op{op})
+	// Not ctx: the memory is the network's until the operation ends.
+	if err := t.vol.Await(context.WithoutCancel(ctx), op); err != nil {
+		return nil, err
+	}
+	copy(mem[n-rest:], head)
+	return mem, nil
 }
 
 // verify reads [0, n) back and compares its checksum.
