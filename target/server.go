@@ -627,11 +627,11 @@ func (s *Server) acceptOne(req rdma.ConnRequest) {
 			reason = wire.RejectVersion
 		}
 		log.Info("data connection refused", "reason", reason, "err", err)
-		req.Reject([]byte(reason))
+		reject(req, reason)
 		return
 	}
 	if s.draining.Load() {
-		req.Reject([]byte(wire.RejectDraining))
+		reject(req, wire.RejectDraining)
 		return
 	}
 	sum := sha256.Sum256(c.Token[:])
@@ -648,5 +648,5 @@ func (s *Server) acceptOne(req rdma.ConnRequest) {
 	}
 	s.metrics.refusedTokens.Inc()
 	log.Info("data connection refused", "reason", wire.RejectToken)
-	req.Reject([]byte(wire.RejectToken))
+	reject(req, wire.RejectToken)
 }
