@@ -23,7 +23,7 @@ func (v *Volume) evict(want int64) int64 {
 			s := &v.shards[v.turn.Add(1)&uint64(n-1)]
 			freed += v.evictFrom(s, want-freed, round == 0, v.pool.used.Load()/n)
 		}
-		if n == 1 || freed >= want {
+		if freed >= want {
 			break
 		}
 	}

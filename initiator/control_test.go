@@ -153,7 +153,9 @@ func TestStrangeAnswers(t *testing.T) {
 			w.WriteHeader(409)
 			json.NewEncoder(w).Encode(wire.Error{Code: wire.CodeBusy, Message: "busy it is"})
 		},
-		"redirect": func(w http.ResponseWriter, r *http.Request) { http.Redirect(w, r, "http://127.0.0.1:1/", 307) },
+		"redirect": func(w http.ResponseWriter, r *http.Request) {
+			http.Redirect(w, r, "http://127.0.0.1:1/", http.StatusTemporaryRedirect)
+		},
 		"html": func(w http.ResponseWriter, r *http.Request) {
 			w.WriteHeader(502)
 			fmt.Fprint(w, "<html>\n<p>bad gateway")

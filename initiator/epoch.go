@@ -75,7 +75,7 @@ const connectTime = 10 * time.Second
 // newEpoch makes the connections of a reply that came from the control address
 // addr.
 func newEpoch(ctx context.Context, v *Volume, reply *wire.SessionReply, addr string) (*epoch, error) {
-	e := &epoch{v: v, reply: reply, limits: reply.Limits, confirmRead: reply.Export.Confirm != "completion",
+	e := &epoch{v: v, reply: reply, limits: reply.Limits, confirmRead: reply.Export.Confirm != "completion" && !reply.Export.NeedsCommit,
 		table: newTable(max(8, reply.Limits.MaxGrants*3/4)), dead: make(chan struct{}), ended: make(chan struct{}), wanted: map[int64]*want{}}
 	if err := checkLimits(&e.limits); err != nil {
 		return nil, err
@@ -127,8 +127,15 @@ func firstError(errs []error) int {
 
 // checkLimits refuses numbers that no target would mean.
 func checkLimits(l *wire.Limits) error {
-	if l.Credits < 2 || l.Credits > 1024 || l.TargetCredits < 1 || l.TargetCredits > 1024 || l.MaxMessage < 1024 || l.MaxMessage > wire.MaxMessage ||
-		l.SendDepth < 2 || l.ReadDepth < 1 || l.KeepaliveMS < 1 || l.DeadMS < 1 || l.MaxGrants < 1 {
+	const hour = int64(time.Hour / time.Millisecond)
+	ok := l.MaxMessage >= 1024 && l.MaxMessage <= wire.MaxMessage
+	for _, r := range []struct{ n, low, high int64 }{
+		{int64(l.Credits), 2, 1024}, {int64(l.TargetCredits), 1, 1024}, {int64(l.SendDepth), 2, 1 << 16}, {int64(l.ReadDepth), 1, 1 << 16},
+		{int64(l.MaxGrants), 1, 1 << 30}, {l.KeepaliveMS, 1, hour}, {l.DeadMS, 1, hour},
+	} {
+		ok = ok && r.n >= r.low && r.n <= r.high
+	}
+	if !ok {
 		return fmt.Errorf("the target's limits make no sense: %+v", *l)
 	}
 	return nil
@@ -310,8 +317,10 @@ func (e *epoch) begin(xs []*op) {
 // split posts parts of x as far as there are grants. Until all are posted the
 // operation counts as a part of its own, so that it cannot end early.
 func (e *epoch) split(x *op) {
-	if x.home == nil {
-		x.home = e.connFor(x.lane)
+	c := x.conn.Load()
+	if c == nil {
+		c = e.connFor(x.lane)
+		x.conn.Store(c)
 	}
 	wr := rdma.OpRead
 	if x.kind == kindWrite {
@@ -330,27 +339,19 @@ func (e *epoch) split(x *op) {
 		x.at += n
 	}
 	whole := x.at == x.n
-	if whole {
-		x.ledBy(x.home)
-	}
 	if len(ps) > 0 {
 		x.parts.Add(int32(len(ps)))
 		x.begun = true
-		x.home.submit(ps)
+		if x.posted.Add(int32(len(ps))) == int32(len(ps)) {
+			x.stir() // who waits can lead c now
+		}
+		c.submit(ps)
 	}
 	if !whole {
 		e.want(x)
 		return
 	}
 	e.partEnd(x)
-}
-
-// ledBy says whose completions end the operation, and lets who waits for it
-// lead there. Before that nobody may: what it waits for comes elsewhere, and a
-// leader sees the end of its operation only in its own connection's completions.
-func (x *op) ledBy(c *conn) {
-	x.conn.Store(c)
-	x.stir()
 }
 
 // maxPart bounds one work request, so that one transfer does not hold a lane up
@@ -366,6 +367,7 @@ func (e *epoch) partDone(p *part) {
 	if id != 0 {
 		e.unmap([]uint64{id})
 	}
+	p.op.posted.Add(-1)
 	e.partEnd(p.op)
 }
 
@@ -451,8 +453,17 @@ func (e *epoch) sendMap(ws []*want) {
 	})
 }
 
+// maxVolume keeps the sum of an offset and a length within 63 bits.
+const maxVolume = 1 << 61
+
 // mapped goes on with the operations that waited for grants.
 func (e *epoch) mapped(ws []*want, gs []wire.Grant) {
+	for i := range gs {
+		if g := &gs[i]; g.Length == 0 || g.Offset > maxVolume || g.Length > maxVolume {
+			e.fail(fmt.Errorf("grant of %d bytes at %d: %w", g.Length, g.Offset, wire.ErrMalformed))
+			return
+		}
+	}
 	if ids := e.table.add(gs); len(ids) > 0 {
 		e.unmap(ids)
 	}

@@ -47,8 +47,8 @@ type op struct {
 	tries   int  // attempts that ended in a refusal by the target's adapter
 	begun   bool // a request of it may have reached the target
 
-	home     *conn                // the connection of all its parts
-	conn     atomic.Pointer[conn] // home, once every part is posted: then its completions end the operation
+	conn     atomic.Pointer[conn] // the connection of its parts
+	posted   atomic.Int32         // parts queued or in flight there
 	done     atomic.Bool
 	awaiting atomic.Bool
 	released atomic.Bool   // nobody touches it any more: it may serve again
@@ -94,10 +94,10 @@ func (x *op) changes() bool {
 func (x *op) reset() {
 	x.at = 0
 	x.parts.Store(0)
+	x.posted.Store(0)
 	x.begun = false
 	x.failure.Store(nil)
 	x.conn.Store(nil)
-	x.home = nil
 }
 
 // stir wakes who waits for the operation, to look at it again.

@@ -188,8 +188,8 @@ func (v *Volume) answered() {
 
 // adopt makes the connections of a reply and takes its session over.
 func (v *Volume) adopt(ctx context.Context, reply *wire.SessionReply, addr string) (*epoch, error) {
-	if len(reply.Tokens) == 0 || reply.Export.Size < 0 {
-		return nil, errors.New("the target's answer makes no sense: no tokens, or a negative size")
+	if len(reply.Tokens) == 0 || reply.Export.Size < 0 || reply.Export.Size > maxVolume {
+		return nil, errors.New("the target's answer makes no sense: no tokens, or an impossible size")
 	}
 	e, err := newEpoch(ctx, v, reply, addr)
 	if err != nil {
@@ -402,16 +402,19 @@ func (v *Volume) Await(ctx context.Context, o *volume.Op) error {
 		return fmt.Errorf("%w: operation was not submitted", volume.ErrRange)
 	}
 	x.awaiting.Store(true)
+	// An operation that waits for grants has nothing to come on its connection:
+	// who led that would not notice that it fails.
+	idle := func() bool { return x.done.Load() || x.posted.Load() == 0 }
 	for !x.done.Load() {
 		var lead chan struct{}
 		c := x.conn.Load()
-		if c != nil && !c.always {
+		if c != nil && !c.always && !idle() {
 			lead = c.lead
 		}
 		select {
 		case <-x.wake:
 		case <-lead:
-			c.leading(ctx, x.done.Load)
+			c.leading(ctx, idle)
 			c.lead <- struct{}{}
 			if c.rc.Err() != nil {
 				// The connection is dead: wait for the next epoch's.

@@ -40,6 +40,14 @@ type testTarget struct {
 	data    string
 }
 
+// testLogger shows what happens with -v.
+func testLogger() *slog.Logger {
+	if !testing.Verbose() {
+		return slog.New(slog.DiscardHandler)
+	}
+	return slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelDebug}))
+}
+
 func startTarget(t testing.TB, mem []target.MemoryConfig, sets []target.DatasetConfig) *testTarget {
 	t.Helper()
 	dir, err := os.MkdirTemp("/dev/shm", "rblk-test-")
@@ -49,9 +57,7 @@ func startTarget(t testing.TB, mem []target.MemoryConfig, sets []target.DatasetC
 	t.Cleanup(func() { os.RemoveAll(dir) })
 	tt := &testTarget{t: t, mem: mem, sets: sets, control: "127.0.0.1:0", data: "127.0.0.1:0"}
 	tt.opts = target.Options{StateDir: filepath.Join(dir, "state"), MemoryDir: filepath.Join(dir, "mem"), Frames: 32 << 20}
-	if testing.Verbose() {
-		tt.opts.Logger = slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelDebug}))
-	}
+	tt.opts.Logger = testLogger()
 	tt.start()
 	t.Cleanup(tt.stop)
 	return tt
@@ -126,11 +132,7 @@ func (tt *testTarget) dialOver(p rdma.Provider, export, options string) *Volume 
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
-	opts := DialOptions{Providers: []rdma.Provider{p}}
-	if testing.Verbose() {
-		opts.Logger = slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelDebug}))
-	}
-	v, err := Dial(ctx, src, opts)
+	v, err := Dial(ctx, src, DialOptions{Providers: []rdma.Provider{p}, Logger: testLogger()})
 	if err != nil {
 		tt.t.Fatal(err)
 	}
