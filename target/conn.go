@@ -54,18 +54,24 @@ func slots(l *wire.Limits) (recvs, sends int) {
 	return n, 2 * n
 }
 
+// reject refuses a data connection, as far as the transport has room to say why.
+// That it cannot be told is no news: the peer is gone.
+func reject(req rdma.ConnRequest, why string) {
+	_ = req.Reject([]byte(why[:min(len(why), rdma.MaxRejectReason)]))
+}
+
 // accept makes the connection of a request whose token was taken.
 func (s *session) accept(ctx context.Context, req rdma.ConnRequest, index int) error {
 	dom, err := s.exp.domain(req.Device(), s.access != wire.AccessRead)
 	if err != nil {
-		req.Reject([]byte(err.Error()))
+		reject(req, err.Error())
 		return err
 	}
 	l := &s.srv.limits
 	recvs, sends := slots(l)
 	mem, err := unix.Mmap(-1, 0, (recvs+sends)*l.MaxMessage, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_ANONYMOUS)
 	if err != nil {
-		req.Reject([]byte("target is out of memory"))
+		reject(req, "target is out of memory")
 		return err
 	}
 	c := &sconn{s: s, index: index, dom: dom, mem: mem, recvs: recvs, free: make(chan int, sends), gone: make(chan struct{}), revokes: map[uint64]struct{}{},
@@ -75,7 +81,7 @@ func (s *session) accept(ctx context.Context, req rdma.ConnRequest, index int) e
 	}
 	if c.mr, err = dom.pd.Register(mem, rdma.AccessLocalWrite); err != nil {
 		unix.Munmap(mem)
-		req.Reject([]byte("target cannot register memory"))
+		reject(req, "target cannot register memory")
 		return err
 	}
 	if err := c.connect(ctx, req); err != nil {
@@ -99,7 +105,7 @@ func (c *sconn) connect(ctx context.Context, req rdma.ConnRequest) error {
 	}
 	s.mu.Unlock()
 	if dev < 0 {
-		req.Reject([]byte(wire.RejectLimit))
+		reject(req, wire.RejectLimit)
 		return errors.New("session ended, or too many devices")
 	}
 	reply := wire.Accepted{Version: wire.ProtocolVersion, Device: uint8(dev), Connection: uint16(c.index),
