@@ -117,7 +117,7 @@ func (l *lab) prepare() error {
 		return err
 	}
 	l.control, err = l.start(regexp.MustCompile(`control=(\S+)`), filepath.Join(*bin, "rblkd"), "serve", "--listen", "127.0.0.1:0", "--data-listen", "127.0.0.1:0",
-		"--state-dir", l.path("state"), "--memory-dir", l.path("mem"), "--frames", "512MiB", "--dataset", "big="+l.path("big"), "--dataset", "tree="+l.path("tree"))
+		"--state-dir", l.path("state"), "--memory-dir", l.path("mem"), "--frames", "512MiB", "--log-level", "warn", "--dataset", "big="+l.path("big"), "--dataset", "tree="+l.path("tree"))
 	return err
 }
 
