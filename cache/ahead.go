@@ -4,6 +4,7 @@ package cache
 
 import (
 	"math/bits"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -13,10 +14,10 @@ import (
 
 const (
 	// aheadShare of the cache may hold what is read ahead and not yet read: the
-	// rest stays for what is read again. Streams share it evenly.
+	// rest stays for what is read again.
 	aheadShare = 4
 	// activeFor is how long a stream that nobody reads counts for that share.
-	activeFor = time.Second
+	activeFor = 200 * time.Millisecond
 	// floorWindow may always be reached: below it the bandwidth-delay product
 	// of a near target is noise. 4 MiB keep four large requests of a front end
 	// ahead.
@@ -33,6 +34,7 @@ type readahead struct {
 	unread atomic.Int64 // pages read ahead, under way or not yet read
 	issued atomic.Uint64
 	path   path
+	record record
 
 	mu  sync.Mutex
 	det detector
@@ -69,6 +71,7 @@ func (r *readahead) missed(off int64, n int) {
 	var want8 [8]span64
 	want := want8[:0]
 	r.mu.Lock()
+	r.det.doubt = r.record.doubt()
 	if st, fresh := r.det.find(off, int64(n), off == 0, time.Now()); st != nil {
 		if fresh {
 			want = r.extend(want, st)
@@ -82,11 +85,15 @@ func (r *readahead) missed(off int64, n int) {
 
 // progress moves st on and adapts its window. r.mu is held.
 func (r *readahead) progress(want []span64, st *stream, off, n int64, stalled bool) []span64 {
-	if !st.covers(off, n) {
+	if st.dead || !st.covers(off, n) {
 		return want // somebody else reads what was meant for st's reader
 	}
 	st.advance(off, n)
 	st.used = time.Now()
+	if st.lost() {
+		r.det.drop(st)
+		return want
+	}
 	if st.wasted.Swap(false) {
 		st.window = max(st.window/2, minWindow)
 		st.grown = st.moved
@@ -124,8 +131,11 @@ func (r *readahead) limit(st *stream) int64 {
 			active++
 		}
 	}
+	// An even part is guaranteed; what the others leave may be used too, but
+	// half of it at a time, so that it is there for whoever comes next.
 	share := r.budget() * pageSize / max(active, 1)
-	return max(min(limit, share), pageSize)
+	free := (r.budget() - r.unread.Load()) * pageSize
+	return max(min(limit, max(share, st.window+free/2)), pageSize)
 }
 
 // budget is how many pages may be unread.
@@ -175,6 +185,24 @@ func (v *Volume) fetchReserved(st *stream, lo, hi, blocks int64, marked bool) bo
 		v.gate.give(blocks)
 		return true
 	}
+	if v.tier.hasAny(claims) {
+		// From the disk in a goroutine of its own: the reader must not wait for
+		// it. It takes a hand over from the caller, who has one.
+		v.gate.reserve(hand)
+		v.work.Add(1)
+		go func() {
+			defer v.work.Done()
+			v.send(v.fromTier(slices.Clone(claims)), claims, blocks, marked)
+			v.gate.give(hand)
+		}()
+		return true
+	}
+	return v.send(claims, claims, blocks, marked)
+}
+
+// send fetches what is left of the claims from the target, and gives up the pins
+// of all of them and the reservation of blocks.
+func (v *Volume) send(claims, pinned []segment, blocks int64, marked bool) bool {
 	flights, err := v.prepare(claims, volume.LaneReadahead)
 	if err != nil {
 		v.unclaim(claims, err, false)
@@ -191,9 +219,10 @@ func (v *Volume) fetchReserved(st *stream, lo, hi, blocks int64, marked bool) bo
 	}
 	v.gate.reserve(reserved)
 	v.gate.give(blocks)
-	for _, c := range claims {
+	for _, c := range pinned {
 		v.unpin(c.b)
 	}
+	v.trim()
 	if err != nil {
 		return false
 	}
@@ -227,6 +256,31 @@ func (v *Volume) claimAhead(st *stream, lo, hi int64, marked bool) []segment {
 		claims = append(claims, segment{b, lack})
 	}
 	return claims
+}
+
+// record is how read-ahead fared lately, in pages.
+type record struct{ used, wasted atomic.Int64 }
+
+// recordSpan is how many pages are lately: 32 MiB, several windows of several
+// streams.
+const recordSpan = 8 << 10
+
+func (r *record) add(used, wasted int) {
+	u, w := r.used.Add(int64(used)), r.wasted.Add(int64(wasted))
+	if u+w > recordSpan {
+		r.used.Add(-u / 2)
+		r.wasted.Add(-w / 2)
+	}
+}
+
+// doubt is maxDoubt times the share that was in vain, once that is worth a
+// doubt: an end that was overrun is none.
+func (r *record) doubt() int {
+	u, w := r.used.Load(), r.wasted.Load()
+	if w < recordSpan/32 {
+		return 0
+	}
+	return int(maxDoubt * w / (u + w))
 }
 
 // landed takes the measure of a transfer that was read ahead.

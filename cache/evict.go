@@ -23,7 +23,7 @@ func (v *Volume) evict(want int64) int64 {
 			s := &v.shards[v.turn.Add(1)&uint64(n-1)]
 			freed += v.evictFrom(s, want-freed, round == 0, v.pool.used.Load()/n)
 		}
-		if n == 1 || freed >= want {
+		if freed >= want {
 			break
 		}
 	}
@@ -57,6 +57,7 @@ func (v *Volume) unread(b *block, mask uint16) int {
 	b.ahead &^= mask
 	b.shard.aheadWasted += uint64(gone) * pageSize
 	v.ahead.unread.Add(-int64(gone))
+	v.ahead.record.add(0, gone)
 	if b.live {
 		b.shard.ahead -= int64(gone)
 	}

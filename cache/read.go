@@ -128,6 +128,7 @@ func (p *plan) pin() {
 			s.ahead -= int64(n)
 			s.aheadUsed += uint64(n) * pageSize
 			v.ahead.unread.Add(-int64(n))
+			v.ahead.record.add(n, 0)
 			if got&b.pending != 0 {
 				p.stalled = b.stream
 			}
@@ -198,6 +199,12 @@ func (v *Volume) observe(p *plan) {
 // fetch reads the claimed pages: it submits them, tells the read-ahead, so that
 // its transfers are behind ours, and waits.
 func (v *Volume) fetch(ctx context.Context, p *plan, first bool) error {
+	if p.claims = v.fromTier(p.claims); len(p.claims) == 0 {
+		if first {
+			v.observe(p)
+		}
+		return nil
+	}
 	flights, err := v.prepare(p.claims, volume.LaneDemand)
 	if err != nil {
 		v.unclaim(p.claims, err, true)
@@ -382,6 +389,11 @@ func (v *Volume) submit(flights []*flight) {
 func (f *flight) complete(op *volume.Op) {
 	v := f.v
 	v.inFlight.Add(-1)
+	if v.tier != nil && op.Err == nil {
+		for _, g := range f.segs {
+			v.keeper.keep(g.b.num)
+		}
+	}
 	for _, g := range f.segs {
 		v.decide(g, op.Err, f.lease != nil)
 	}

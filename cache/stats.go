@@ -13,6 +13,7 @@ type Stats struct {
 	Frames, FramesUsed, FramesInFlight, FramesPinned int64  // gauges: frames of 4 KiB; transfers; reserved frames
 	Size                                             int64  // bytes of frames
 	Streams                                          int64
+	Tier                                             TierStats
 }
 
 // Stats is a snapshot of the counters.
@@ -28,6 +29,7 @@ func (v *Volume) Stats() Stats {
 		FramesPinned:    v.gate.reserved() * slabPages,
 		Size:            v.target.Load() * pageSize,
 		Streams:         v.ahead.active(),
+		Tier:            v.tier.stats(),
 	}
 	for i := range v.shards {
 		s := &v.shards[i]

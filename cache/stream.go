@@ -16,9 +16,10 @@ const (
 	// read falls next to one by chance (maxCandidates × 5 reads of the volume).
 	maxCandidates = 96
 	// confirmExact and confirmNear are how many reads make a stream: three end
-	// to end, or four whose order is disturbed. Chance makes three end to end
-	// out of random 4 KiB reads of 64 MiB less than once in 10,000.
-	confirmExact, confirmNear = 3, 4
+	// to end, or six whose order is disturbed. Chance makes three end to end out
+	// of random 128 KiB reads of 160 MiB once in 200, and six near each other
+	// about as often; out of 4 KiB reads less than once in 10,000.
+	confirmExact, confirmNear = 3, 6
 	// confirmStart of them suffice from the start of the volume or of a file,
 	// where readers begin.
 	confirmStart = 2
@@ -28,6 +29,13 @@ const (
 	// candidate's order; reorderReads, in a stream. The kernel and readers with
 	// several threads keep a handful of requests in flight.
 	nearReads, reorderReads = 2, 16
+	// judgeReads is after how many reads' worth of progress a stream is judged:
+	// when its reads asked for less than half of what they passed, they were
+	// random ones that happened to fall near.
+	judgeReads = 16
+	// maxDoubt is how many reads more make a stream when all that was read
+	// ahead lately was in vain.
+	maxDoubt = 8
 	// turnReads against a stream's direction turn it round.
 	turnReads = 4
 	// maxStride is the largest distance that is looked for: beyond it reads of
@@ -64,6 +72,9 @@ type stream struct {
 	grown  int64 // progress when the window grew last
 	moved  int64 // progress: bytes that pos has moved
 	used   time.Time
+	dead   bool // no longer among the detector's
+
+	asked, passed int64 // lately: bytes that its reads asked for, and that pos has moved
 
 	reads, stalls uint64
 	wasted        atomic.Bool // read-ahead data was evicted unread
@@ -78,8 +89,8 @@ type candidate struct {
 	count   int   // reads
 	exact   int   // of them end to end with what was before
 	trend   int64 // sum of the reads' distances from the middle of what was before
-	delta   int64 // distance of the last two
-	repeats int   // of delta
+	delta   int64 // of its only read from one before
+	repeats int   // of delta, over a chain of candidates
 	start   bool  // began where readers begin
 	age     uint64
 }
@@ -96,6 +107,7 @@ type detector struct {
 	streams    []*stream
 	candidates []candidate
 	clock      uint64
+	doubt      int // reads more than usual that make a stream
 }
 
 // find returns the stream that a read which nobody foresaw belongs to, and
@@ -109,7 +121,7 @@ func (d *detector) find(off, n int64, start bool, now time.Time) (st *stream, fr
 	d.clock++
 	c := d.match(off, n, start)
 	c.age = d.clock
-	if st := c.grownUp(off, n); st != nil {
+	if st := c.grownUp(off, n, d.doubt); st != nil {
 		d.remove(c)
 		d.add(st, now)
 		return st, true
@@ -142,7 +154,9 @@ func (st *stream) advance(off, n int64) {
 		if k := (off-st.pos)/st.step + 1; k > 0 {
 			st.pos += k * st.step
 			st.moved += k * st.size
+			st.passed += k * st.size
 		}
+		st.asked += n
 		return
 	}
 	up, down := max(off+n-st.hi, 0), max(st.lo-off, 0)
@@ -155,14 +169,26 @@ func (st *stream) advance(off, n int64) {
 		st.turn()
 		return
 	}
-	if d := st.ahead(off, n); d > 0 {
-		st.moved += d
-	}
+	d := max(st.ahead(off, n), 0)
+	st.moved += d
+	st.passed += d
+	st.asked += n
 	if st.dir == forward {
 		st.pos = max(st.pos, off+n)
 	} else {
 		st.pos = min(st.pos, off)
 	}
+}
+
+// lost is whether the reads that st takes for its own leave out most of what
+// they pass.
+func (st *stream) lost() bool {
+	if st.passed < judgeReads*st.size {
+		return false
+	}
+	lost := 2*st.asked < st.passed
+	st.asked, st.passed = st.asked/2, st.passed/2
+	return lost
 }
 
 // ahead is how far a read reaches beyond st's position.
@@ -183,33 +209,29 @@ func (st *stream) turn() {
 	}
 }
 
-// match returns the candidate that the read joins, a new one if there is none.
+// match returns the candidate that the read joins: one that it is near to, else
+// a new one. The new one takes over the distance to an earlier read, which stays
+// as it is: several readers may be at equal distances, and this may be noise.
 func (d *detector) match(off, n int64, start bool) *candidate {
-	var nearest *candidate
+	fresh := candidate{lo: off, hi: off + n, last: off, size: n, bytes: n, count: 1, exact: 1, start: start}
+	nearest := int64(maxStride + 1)
 	for i := range d.candidates {
 		c := &d.candidates[i]
-		if c.delta != 0 && off == c.last+c.delta && n <= 2*c.size {
-			c.repeats++
-			c.join(off, n)
-			return c
-		}
 		tolerance := nearReads * max(n, c.size)
-		if off >= c.lo-tolerance && off <= c.hi+tolerance && n <= 2*max(c.size, pageSize) {
-			c.delta, c.repeats = off-c.last, 1
+		if off >= c.lo-tolerance && off <= c.hi+tolerance && n <= 2*max(c.size, pageSize) && c.size <= 4*n {
 			c.join(off, n)
 			return c
 		}
-		if dist := abs(off - c.last); dist <= maxStride && (nearest == nil || dist < abs(off-nearest.last)) {
-			nearest = c
+		switch dist := off - c.last; {
+		case dist == c.delta && n <= 2*c.size:
+			fresh.delta, fresh.repeats = dist, c.repeats+1
+			nearest = 0
+		case abs(dist) < nearest:
+			fresh.delta, fresh.repeats = dist, 1
+			nearest = abs(dist)
 		}
 	}
-	c := candidate{lo: off, hi: off + n, last: off, size: n, bytes: n, count: 1, exact: 1, start: start}
-	if nearest != nil {
-		// Perhaps the second of a strided reader. The nearest stays as it is:
-		// this may be noise between its reads.
-		c.delta, c.repeats = off-nearest.last, 1
-	}
-	return d.insert(c)
+	return d.insert(fresh)
 }
 
 // join adds a read.
@@ -225,8 +247,8 @@ func (c *candidate) join(off, n int64) {
 }
 
 // grownUp returns the stream that c has become with its last read, or nil.
-func (c *candidate) grownUp(off, n int64) *stream {
-	dense := 2*c.bytes >= c.hi-c.lo
+func (c *candidate) grownUp(off, n int64, doubt int) *stream {
+	dense := 3*c.bytes >= 2*(c.hi-c.lo)
 	need := confirmNear
 	switch {
 	case c.exact == c.count && c.start:
@@ -234,13 +256,14 @@ func (c *candidate) grownUp(off, n int64) *stream {
 	case c.exact == c.count:
 		need = confirmExact
 	}
+	need += doubt
 	window := max(firstReads*c.size, minWindow)
 	switch {
 	case dense && c.count >= need && c.trend > 0:
 		return &stream{dir: forward, pos: c.hi, edge: c.hi, lo: c.lo, hi: c.hi, size: c.size, window: window}
 	case dense && c.count >= need && c.trend < 0:
 		return &stream{dir: backward, pos: c.lo, edge: c.lo, lo: c.lo, hi: c.hi, size: c.size, window: window}
-	case !dense && c.repeats >= confirmStride && abs(c.delta) > c.size:
+	case c.count == 1 && c.repeats >= confirmStride+doubt:
 		return &stream{dir: strided, step: c.delta, pos: off + c.delta, edge: off + c.delta, size: n, window: window}
 	}
 	return nil
@@ -267,6 +290,18 @@ func (d *detector) remove(c *candidate) {
 	d.candidates = d.candidates[:last]
 }
 
+// drop forgets a stream.
+func (d *detector) drop(st *stream) {
+	for i, s := range d.streams {
+		if s == st {
+			d.streams[i] = d.streams[len(d.streams)-1]
+			d.streams = d.streams[:len(d.streams)-1]
+			st.dead = true
+			return
+		}
+	}
+}
+
 func (d *detector) add(st *stream, now time.Time) {
 	st.used = now
 	if len(d.streams) < maxStreams {
@@ -279,6 +314,7 @@ func (d *detector) add(st *stream, now time.Time) {
 			oldest = i
 		}
 	}
+	d.streams[oldest].dead = true
 	d.streams[oldest] = st
 }
 

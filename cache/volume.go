@@ -38,7 +38,13 @@ type Options struct {
 	// Readahead bounds read-ahead; the zero value of Options means off, so
 	// callers say ReadaheadAuto. SizeNone means off whatever it says.
 	Readahead Readahead
-	Logger    *slog.Logger // nil: discard
+	// Dir is a directory on a local disk for the second tier, empty for none. It
+	// keeps what was fetched of volumes whose ranges never change (those with a
+	// Geometry.Layout) across restarts, within DiskSize bytes for all of Dir; 0
+	// means 16 GiB. Several volumes may share a Dir, each layout once.
+	Dir      string
+	DiskSize int64
+	Logger   *slog.Logger // nil: discard
 }
 
 const (
@@ -46,6 +52,8 @@ const (
 	SizeNone int64 = -1
 	// DefaultSize is Options.Size when that is 0.
 	DefaultSize int64 = 512 << 20
+	// DefaultDiskSize is Options.DiskSize when that is 0.
+	DefaultDiskSize int64 = 16 << 30
 	// MaxIO is the most bytes of one Read, Write or Buffer: 32 MiB.
 	MaxIO = 32 << 20
 	// workingSize is what operations under way may use whatever the Size: two
@@ -58,13 +66,16 @@ const (
 type Volume struct {
 	src         volume.Source
 	log         *slog.Logger
-	maxTransfer int // bytes, whole pages
+	export      string // its name
+	maxTransfer int    // bytes, whole pages
 
 	gate   gate
 	pool   pool
 	shards []shard // their number is a power of two
 	turn   atomic.Uint64
 	ahead  readahead
+	tier   *tier // nil: none
+	keeper keeper
 
 	size    atomic.Int64 // of the volume in bytes
 	target  atomic.Int64 // pages that may stay when nobody uses them
@@ -110,7 +121,12 @@ func New(src volume.Source, opts Options) (*Volume, error) {
 		v.log = slog.New(slog.DiscardHandler)
 	}
 	v.initShards()
-	v.size.Store(src.Geometry().Size)
+	geo := src.Geometry()
+	v.export = geo.Export
+	v.size.Store(geo.Size)
+	if err := v.openKeeper(geo, opts); err != nil {
+		return nil, err
+	}
 	v.gate.init(0)
 	v.pool.init(src.NewArena, pieceFor(opts.Size))
 	v.setSize(opts.Size)
@@ -224,12 +240,16 @@ func (v *Volume) Resize(size int64) error {
 func (v *Volume) Close() error {
 	v.once.Do(func() {
 		v.ahead.pump.stop()
+		v.keeper.finish()
 		v.gate.close()
 		v.pool.calm()
 		close(v.quit)
 		v.err = v.src.Close()
 		v.gate.drain()
 		v.work.Wait()
+		if v.tier != nil {
+			v.tier.closeFiles()
+		}
 	})
 	return v.err
 }

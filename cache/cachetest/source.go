@@ -30,7 +30,7 @@ type Options struct {
 	MaxTransfer int           // 0: 1 MiB
 	Latency     time.Duration // of every Op
 	Jitter      time.Duration // a random extra in [0, Jitter)
-	Bandwidth   int64         // bytes a second of each lane; 0: no bound
+	Bandwidth   int64         // bytes a second; the demand lane goes first; 0: no bound
 	FailRate    float64       // share of Ops that fail with FailErr, in [0, 1]
 	FailErr     error         // nil: volume.ErrIO
 	Seed        uint64
@@ -66,7 +66,7 @@ type Source struct {
 	closed   bool
 	pending  []*pending // in order of submission
 	ending   int        // Ops that have left pending and are being Done
-	linkFree [volume.NumLanes]time.Time
+	linkFree time.Time
 	arenas   []*arena
 	count    Counters
 	idle     sync.Cond
@@ -402,12 +402,16 @@ func (s *Source) delay(op *volume.Op) time.Duration {
 	}
 	if s.opts.Bandwidth > 0 {
 		now := time.Now()
-		free := &s.linkFree[op.Lane]
-		if free.Before(now) {
-			*free = now
+		took := time.Duration(int64(len(op.Mem)) * int64(time.Second) / s.opts.Bandwidth)
+		if s.linkFree.Before(now) {
+			s.linkFree = now
 		}
-		*free = free.Add(time.Duration(int64(len(op.Mem)) * int64(time.Second) / s.opts.Bandwidth))
-		wait += free.Sub(now)
+		s.linkFree = s.linkFree.Add(took)
+		if op.Lane == volume.LaneDemand {
+			wait += took // passes the others by, who come later for it
+		} else {
+			wait += s.linkFree.Sub(now)
+		}
 	}
 	return wait
 }
