@@ -26,8 +26,8 @@ type conn struct {
 	rc     rdma.Conn
 	depth  int // parts in flight at most
 
-	// Message slots: receives, then sends; then 64 bytes that confirming
-	// READs land in.
+	// Message slots: receives, then sends; then a byte for each slot of
+	// flight, that its confirming READ lands in.
 	mem   []byte
 	mr    rdma.MemoryRegion
 	recvs int
@@ -68,8 +68,8 @@ const (
 	idMask = 1<<62 - 1
 )
 
-// confirmSize is the memory that confirming READs land in.
-const confirmSize = 64
+// maxDepth is the most parts in flight on a connection.
+const maxDepth = 256
 
 // newConn makes a connection's memory; connect makes the connection.
 func newConn(e *epoch, index int, dom *domain, l *wire.Limits) (*conn, error) {
@@ -79,7 +79,7 @@ func newConn(e *epoch, index int, dom *domain, l *wire.Limits) (*conn, error) {
 	}
 	c.lead <- struct{}{}
 	var err error
-	if c.mem, err = mapMemory((c.recvs+c.sends)*l.MaxMessage + confirmSize); err != nil {
+	if c.mem, err = mapMemory((c.recvs+c.sends)*l.MaxMessage + maxDepth); err != nil {
 		return nil, err
 	}
 	if c.mr, err = dom.pd.Register(c.mem, rdma.AccessLocalWrite); err != nil {
@@ -96,7 +96,7 @@ func newConn(e *epoch, index int, dom *domain, l *wire.Limits) (*conn, error) {
 func (c *conn) connect(ctx context.Context, route rdma.Route, token [32]byte) error {
 	l := &c.e.limits
 	opts := rdma.ConnOptions{
-		SendDepth: min(l.SendDepth, 256) + c.sends, RecvDepth: c.recvs, ReadDepth: l.ReadDepth, ManualProgress: true,
+		SendDepth: min(l.SendDepth, maxDepth) + c.sends, RecvDepth: c.recvs, ReadDepth: l.ReadDepth, ManualProgress: true,
 	}
 	for i := range c.recvs {
 		opts.Receives = append(opts.Receives, rdma.RecvRequest{ID: idRecv | uint64(i), Local: []rdma.Segment{c.slot(i)}})
@@ -116,7 +116,7 @@ func (c *conn) connect(ctx context.Context, route rdma.Route, token [32]byte) er
 	}
 	c.device = int(acc.Device)
 	// A confirmed write takes two places.
-	c.depth = max(1, (info.SendDepth-c.sends)/2)
+	c.depth = min(max(1, (info.SendDepth-c.sends)/2), maxDepth)
 	c.flight = make([]part, c.depth)
 	for i := range c.depth {
 		c.free = append(c.free, c.depth-1-i)
@@ -232,7 +232,7 @@ func (c *conn) request(p *part, slot int) error {
 		// The completion of a READ behind the WRITE says that it is placed.
 		wr.Flags = 0
 		c.wrs = append(c.wrs, wr)
-		c.segs = append(c.segs, rdma.Seg(c.mr, c.mr.Len()-confirmSize, 1))
+		c.segs = append(c.segs, rdma.Seg(c.mr, c.mr.Len()-maxDepth+uint64(slot), 1))
 		wr = rdma.WorkRequest{ID: wr.ID, Op: rdma.OpRead, Flags: rdma.WRSignaled, Local: c.segs[len(c.segs)-1:], Remote: *at}
 	}
 	c.wrs = append(c.wrs, wr)
@@ -375,6 +375,9 @@ func (c *conn) broken(wc *rdma.Completion) {
 // received takes a message in and posts its slot again.
 func (c *conn) received(slot, n int) error {
 	h, body, err := wire.ParseHeader(c.bytes(slot)[:n])
+	if err != nil {
+		fmt.Printf("BAD slot %d n %d: %x confirm %x always %v\n", slot, n, c.bytes(slot)[:n], c.mem[len(c.mem)-64:], c.always)
+	}
 	if err == nil {
 		err = c.message(h, body)
 	}

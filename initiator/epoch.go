@@ -75,7 +75,7 @@ const connectTime = 10 * time.Second
 // newEpoch makes the connections of a reply that came from the control address
 // addr.
 func newEpoch(ctx context.Context, v *Volume, reply *wire.SessionReply, addr string) (*epoch, error) {
-	e := &epoch{v: v, reply: reply, limits: reply.Limits, confirmRead: reply.Export.Confirm != "completion" && !reply.Export.NeedsCommit,
+	e := &epoch{v: v, reply: reply, limits: reply.Limits, confirmRead: reply.Export.Confirm != "completion",
 		table: newTable(max(8, reply.Limits.MaxGrants*3/4)), dead: make(chan struct{}), ended: make(chan struct{}), wanted: map[int64]*want{}}
 	if err := checkLimits(&e.limits); err != nil {
 		return nil, err

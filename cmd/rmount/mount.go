@@ -215,7 +215,9 @@ func (m *mounter) open(ctx context.Context, src initiator.Source) (*fuse.Export,
 	if size < 0 {
 		size = cache.SizeNone
 	}
-	c, err := cache.New(v, cache.Options{Size: size, Readahead: cache.Readahead(src.Readahead), Logger: m.log})
+	c, err := cache.New(v, cache.Options{
+		Size: size, Readahead: cache.Readahead(src.Readahead), Dir: src.CacheDir, DiskSize: src.CacheDisk, Logger: m.log,
+	})
 	if err != nil {
 		v.Close()
 		return nil, err

@@ -31,27 +31,28 @@ type transfer struct {
 	bar   *progressbar.ProgressBar
 }
 
-func newTransfer(v *initiator.Volume, total int64, what string) (*transfer, error) {
+// progress is a bar on a terminal, and nothing elsewhere.
+func progress(total int64, what string) *progressbar.ProgressBar {
+	if terminal() {
+		return progressbar.DefaultBytes(total, what)
+	}
+	return progressbar.DefaultBytesSilent(total, what)
+}
+
+// newTransfer shows how far it is on bar, which stays the caller's.
+func newTransfer(v *initiator.Volume, bar *progressbar.ProgressBar) (*transfer, error) {
 	a, err := v.NewArena(chunk * window)
 	if err != nil {
 		return nil, err
 	}
-	t := &transfer{vol: v, arena: a, free: make(chan int, window)}
+	t := &transfer{vol: v, arena: a, free: make(chan int, window), bar: bar}
 	for i := range window {
 		t.free <- i
-	}
-	if terminal() {
-		t.bar = progressbar.DefaultBytes(total, what)
-	} else {
-		t.bar = progressbar.DefaultBytesSilent(total, what)
 	}
 	return t, nil
 }
 
-func (t *transfer) close() {
-	t.bar.Close()
-	t.arena.Close()
-}
+func (t *transfer) close() { t.arena.Close() }
 
 func (t *transfer) chunk(i, n int) []byte { return t.arena.Bytes()[i*chunk : i*chunk+n] }
 
