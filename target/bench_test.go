@@ -28,6 +28,7 @@ func BenchmarkAcquireResident(b *testing.B) {
 func BenchmarkMap(b *testing.B) {
 	r := start(b, testOptions(b), datasets(bigDataset(b, 1<<20)))
 	c := r.dial("big", wire.AccessRead, 1).conns[0]
+	c.unmap(c.mapRanges(wire.IntentRead, ranges(0, 1)...)[0].ID) // waits until the file has rested
 	b.ReportAllocs()
 	for b.Loop() {
 		g := c.mapRanges(wire.IntentRead, ranges(0, 1)...)

@@ -22,6 +22,7 @@ import (
 type sconn struct {
 	s     *session
 	index int
+	epoch uint64 // of the session, that the token was for
 	conn  rdma.Conn
 	dom   *domain
 	mem   []byte // message slots: receives, then sends
@@ -61,7 +62,7 @@ func reject(req rdma.ConnRequest, why string) {
 }
 
 // accept makes the connection of a request whose token was taken.
-func (s *session) accept(ctx context.Context, req rdma.ConnRequest, index int) error {
+func (s *session) accept(ctx context.Context, req rdma.ConnRequest, index int, epoch uint64) error {
 	dom, err := s.exp.domain(req.Device(), s.access != wire.AccessRead)
 	if err != nil {
 		reject(req, err.Error())
@@ -74,7 +75,7 @@ func (s *session) accept(ctx context.Context, req rdma.ConnRequest, index int) e
 		reject(req, "target is out of memory")
 		return err
 	}
-	c := &sconn{s: s, index: index, dom: dom, mem: mem, recvs: recvs, free: make(chan int, sends), gone: make(chan struct{}), revokes: map[uint64]struct{}{},
+	c := &sconn{s: s, index: index, epoch: epoch, dom: dom, mem: mem, recvs: recvs, free: make(chan int, sends), gone: make(chan struct{}), revokes: map[uint64]struct{}{},
 		log: s.log.With("connection", index, "remote", req.RemoteAddr().String())}
 	for i := range sends {
 		c.free <- i
@@ -100,7 +101,7 @@ func (c *sconn) connect(ctx context.Context, req rdma.ConnRequest) error {
 	}
 	s.mu.Lock()
 	dev := -1
-	if s.open {
+	if s.open && s.epoch == c.epoch {
 		dev = s.deviceLocked(req.Device())
 	}
 	s.mu.Unlock()
@@ -116,7 +117,9 @@ func (c *sconn) connect(ctx context.Context, req rdma.ConnRequest) error {
 	}
 	c.hear()
 	s.mu.Lock()
-	if !s.open || s.conns[c.index] != nil {
+	// Meanwhile another epoch may have begun, in which this connection has no
+	// business.
+	if !s.open || s.epoch != c.epoch || s.conns[c.index] != nil {
 		s.mu.Unlock()
 		c.conn.Close()
 		return errors.New("session ended meanwhile")

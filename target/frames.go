@@ -239,6 +239,9 @@ func (st *stager) wake() {
 }
 
 func (st *stager) wakeLocked() {
+	if st.queue.Len() == 0 {
+		return
+	}
 	close(st.changed)
 	st.changed = make(chan struct{})
 }

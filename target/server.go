@@ -649,12 +649,15 @@ func (s *Server) acceptOne(req rdma.ConnRequest) {
 	}
 	sum := sha256.Sum256(c.Token[:])
 	for _, x := range s.sessionList() {
-		if !x.admit(sum, int(c.Connection)) {
+		epoch := x.admit(sum, int(c.Connection))
+		if epoch == 0 {
 			continue
 		}
 		ctx, cancel := context.WithTimeout(s.ctx, s.opts.TokenTime)
 		defer cancel()
-		if err := x.accept(ctx, req, int(c.Connection)); err != nil {
+		err := x.accept(ctx, req, int(c.Connection), epoch)
+		x.arrived(int(c.Connection), epoch)
+		if err != nil {
 			log.Warn("data connection failed", "err", err)
 		}
 		return
