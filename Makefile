@@ -53,8 +53,10 @@ fuzz: ## run every fuzz target for FUZZTIME (default 10s)
 	@scripts/fuzz.sh $(FUZZTIME)
 
 .PHONY: bench
-bench: build ## the figures of docs/performance.md
-	@scripts/bench.sh
+bench: build ## the figures of docs/performance.md (needs root)
+	$(GO) run ./test/bench
+	$(GO) test -run '^$$' -bench VersusNet -benchtime 80x ./rdma/tcp
+	$(GO) test -run '^$$' -bench . ./initiator ./cache ./dataset ./wire ./target
 
 -include test/vm/vm.mk
 

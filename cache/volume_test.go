@@ -210,7 +210,10 @@ func TestCloseEndsWhatIsBlocked(t *testing.T) {
 	closed := make(chan error)
 	go func() { closed <- v.Close() }()
 	eventually(t, "it refuses", func() bool {
-		_, err := v.Read(ctx, 0, 1)
+		w, err := v.Read(ctx, 0, 1)
+		if err == nil {
+			w.Release()
+		}
 		return errors.Is(err, volume.ErrClosed)
 	})
 	select {

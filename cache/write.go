@@ -126,7 +126,12 @@ func (v *Volume) WriteBuffer(ctx context.Context, off int64, b *Buffer, fua bool
 		ops[i] = &w.ops[i]
 	}
 	v.src.Submit(ops)
-	if err := w.wait(ctx); err != nil {
+	v.gate.pause() // the buffer's hand: Close may end a write that is stuck
+	err := w.wait(ctx)
+	if e := v.gate.resume(); e != nil {
+		return e
+	}
+	if err != nil {
 		return err
 	}
 	v.written.Add(uint64(b.n))

@@ -46,6 +46,7 @@ type exportsTree struct {
 	readOnly
 	noXattrs
 	dir   Directory
+	born  time.Time
 	log   *slog.Logger
 	plant func(e Listed, place *atomic.Pointer[planted]) // sows a lazyTree
 	turn  chan struct{}                                  // held by whoever fetches the list
@@ -60,7 +61,7 @@ func (t *exportsTree) attrLifetime() time.Duration  { return forever }
 func (t *exportsTree) entryLifetime() time.Duration { return listLifetime }
 
 func (t *exportsTree) attr(n uint32, out *gofuse.Attr) bool {
-	*out = directoryAttr()
+	*out = directoryAttr(t.born)
 	return n == rootIndex
 }
 

@@ -13,6 +13,7 @@ import (
 	"syscall"
 	"testing"
 
+	"rblk/dataset"
 	"rblk/volume"
 )
 
@@ -26,6 +27,23 @@ type testDirectory struct {
 	err    error    // guarded by mu: how List and Open fail
 	opened []string // guarded by mu
 	ends   []<-chan struct{}
+	data   *source       // of the dataset, once it is open
+	tree   *dataset.Tree // its newest generation
+}
+
+// rescan makes a new generation of the dataset.
+func (d *testDirectory) rescan() {
+	d.t.Helper()
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	tree, err := dataset.Rescan(context.Background(), d.source, d.tree, dataset.ScanOptions{})
+	if err != nil {
+		d.t.Fatal(err)
+	}
+	d.tree = tree
+	d.data.Resize(tree.Manifest.VolumeSize())
+	d.data.Poke(0, content(d.t, d.source, tree))
+	d.data.Emit(volume.Event{Kind: volume.EventGeneration})
 }
 
 func (d *testDirectory) List(context.Context) ([]Listed, error) {
@@ -42,7 +60,9 @@ func (d *testDirectory) Open(_ context.Context, name string) (*Export, error) {
 	}
 	d.opened = append(d.opened, name)
 	if name == "data" {
-		e, src, _ := scanned(d.t, d.source)
+		e, src, tree := scanned(d.t, d.source)
+		e.Reload = func(context.Context) (*dataset.Manifest, error) { return d.tree.Manifest, nil }
+		d.data, d.tree = src, tree
 		d.ends = append(d.ends, src.closed)
 		return e, nil
 	}
@@ -108,6 +128,18 @@ func TestDirectory(t *testing.T) {
 			t.Errorf("a change: %v, want EROFS or EPERM", err)
 		}
 	}
+	if err := os.WriteFile(d.source+"/fresh", []byte("fresh"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Remove(d.source + "/empty"); err != nil {
+		t.Fatal(err)
+	}
+	d.rescan()
+	eventually(t, "the new generation", func() bool {
+		_, err := os.Stat(dir + "/data/fresh")
+		return err == nil
+	})
+	sameTree(t, d.source, dir+"/data")
 	var top, up, sub, below syscall.Stat_t
 	for path, st := range map[string]*syscall.Stat_t{"/": &top, "/data/..": &up, "/data": &sub, "/data/sub/..": &below} {
 		if err := syscall.Lstat(dir+path, st); err != nil {

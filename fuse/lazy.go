@@ -17,12 +17,13 @@ import (
 type lazyTree struct {
 	start  func(ctx context.Context) (tree, error) // opens the export
 	eager  bool                                    // asking for attributes is a use
-	turn   chan struct{}                           // held by whoever opens
+	born   time.Time
+	turn   chan struct{} // held by whoever opens
 	opened atomic.Pointer[tree]
 }
 
 func newLazyTree(start func(ctx context.Context) (tree, error), eager bool) *lazyTree {
-	return &lazyTree{start: start, eager: eager, turn: make(chan struct{}, 1)}
+	return &lazyTree{start: start, eager: eager, born: time.Now(), turn: make(chan struct{}, 1)}
 }
 
 // prepare opens the export if its attributes are worth that. When it cannot be
@@ -72,7 +73,7 @@ func (t *lazyTree) attr(n uint32, out *gofuse.Attr) bool {
 	if in := t.peek(); in != nil {
 		return in.attr(n, out)
 	}
-	*out = directoryAttr()
+	*out = directoryAttr(t.born)
 	return n == rootIndex
 }
 

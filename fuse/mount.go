@@ -67,7 +67,7 @@ func MountExport(dir string, e *Export, o Options, log *slog.Logger) (*Mount, er
 // it that is opened on first use.
 func MountDirectory(dir string, d Directory, o Options, log *slog.Logger) (*Mount, error) {
 	m := newMount(dir, o, log)
-	root := &exportsTree{dir: d, log: log, turn: make(chan struct{}, 1), known: map[string]*atomic.Pointer[planted]{}}
+	root := &exportsTree{dir: d, born: time.Now(), log: log, turn: make(chan struct{}, 1), known: map[string]*atomic.Pointer[planted]{}}
 	root.plant = func(e Listed, place *atomic.Pointer[planted]) {
 		place.Store(m.fs.plant(func(p *planted) tree {
 			start := func(ctx context.Context) (tree, error) { return m.open(ctx, d, e.Name, place, p) }

@@ -126,7 +126,7 @@ func (v *Volume) reopen() (*epoch, error) {
 	if err != nil {
 		return nil, err
 	}
-	if reply.Export.Instance != was.Instance || reply.Export.Layout != was.Layout {
+	if now := geometry(&reply.Export, v.access); now.Instance != was.Instance || now.Layout != was.Layout {
 		v.giveUp(reply)
 		return nil, &deadError{fmt.Errorf("%w: it was %.8s, it is %.8s", volume.ErrInstanceChanged, was.Instance, reply.Export.Instance)}
 	}
@@ -277,7 +277,7 @@ func (v *Volume) happened(name string, ev wire.Event) {
 func (v *Volume) update(i *wire.ExportInfo) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	if i.Instance != v.geometry.Instance || i.Layout != v.geometry.Layout || i.Size < 0 {
+	if now := geometry(i, v.access); now.Instance != v.geometry.Instance || now.Layout != v.geometry.Layout || i.Size < 0 {
 		return // a re-open will tell
 	}
 	old := v.geometry

@@ -41,6 +41,8 @@ type Options struct {
 	Soft        time.Duration // fail I/O when the target is away for so long; 0: hard, wait
 	Connections int           // data connections; 0: one a lane
 	Cache       int64         // bytes; 0: default; -1: none
+	CacheDir    string        // directory of the second tier, for datasets; empty: none
+	CacheDisk   int64         // bytes that it may hold; 0: default
 	Readahead   int64         // bytes of the largest window; -1: auto; 0: none
 	TLSCA       string
 	TLSCert     string
@@ -101,8 +103,10 @@ var optionTable = map[string]option{
 		o.Connections = n
 		return nil
 	}},
-	"cache":     {true, func(o *Options, v string) (err error) { o.Cache, err = parseCache(v); return err }},
-	"readahead": {true, func(o *Options, v string) (err error) { o.Readahead, err = parseReadahead(v); return err }},
+	"cache":      {true, func(o *Options, v string) (err error) { o.Cache, err = parseCache(v); return err }},
+	"cache-dir":  textOption(func(o *Options, v string) { o.CacheDir = v }),
+	"cache-disk": {true, func(o *Options, v string) (err error) { o.CacheDisk, err = size.Parse(v); return err }},
+	"readahead":  {true, func(o *Options, v string) (err error) { o.Readahead, err = parseReadahead(v); return err }},
 
 	"tls-ca":     textOption(func(o *Options, v string) { o.TLSCA = v }),
 	"tls-cert":   textOption(func(o *Options, v string) { o.TLSCert = v }),

@@ -207,11 +207,15 @@ func (v *Volume) adopt(ctx context.Context, reply *wire.SessionReply, addr strin
 }
 
 func geometry(i *wire.ExportInfo, access string) volume.Geometry {
-	return volume.Geometry{
+	g := volume.Geometry{
 		Export: i.Name, Kind: volume.Kind(i.Kind), Size: i.Size, BlockSize: max(1, i.BlockSize), ExtentSize: i.ExtentSize,
 		ReadOnly: i.ReadOnly || access == wire.AccessRead, Instance: i.Instance, Layout: i.Layout, Generation: i.Generation,
 		CanFlush: i.CanFlush, CanFUA: i.CanFUA, CanDiscard: i.CanDiscard, CanZero: i.CanZero, CanMultiConn: true,
 	}
+	if g.Kind != volume.KindDataset {
+		g.Layout = "" // its ranges change their bytes
+	}
+	return g
 }
 
 // announce tells of what differs. Caller holds mu.

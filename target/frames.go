@@ -59,10 +59,15 @@ type frame struct {
 	ext  *extent // guarded by owner.mu: what it holds
 }
 
+const slabSize = slabFrames * extentSize
+
+// slabsOf is how many slabs n bytes of frames are; with fewer than two, one
+// export could lock the other out.
+func slabsOf(n int64) int { return max(2, int((n+slabSize-1)/slabSize)) }
+
 // newPool maps and pins n bytes of frames.
 func newPool(n int64, filled func(n int, start time.Time)) (*pool, error) {
-	const slabSize = slabFrames * extentSize
-	slabs := max(2, int((n+slabSize-1)/slabSize))
+	slabs := slabsOf(n)
 	mem, err := unix.Mmap(-1, 0, slabs*slabSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_ANONYMOUS)
 	if err != nil {
 		return nil, fmt.Errorf("frames: map %s: %w", size.Format(n), err)
@@ -234,6 +239,9 @@ func (st *stager) wake() {
 }
 
 func (st *stager) wakeLocked() {
+	if st.queue.Len() == 0 {
+		return
+	}
 	close(st.changed)
 	st.changed = make(chan struct{})
 }

@@ -239,14 +239,20 @@ func (s *Server) Status() wire.TargetStatus {
 }
 
 func (s *Server) framesStatus() wire.FramesStatus {
-	fs := wire.FramesStatus{Size: int64(len(s.frames.mem))}
-	s.frames.mu.Lock()
-	fs.Free = len(s.frames.free) * slabFrames
-	stagers := make([]*stager, 0, len(s.frames.stagers))
-	for st := range s.frames.stagers {
+	s.mu.Lock()
+	p := s.frames
+	s.mu.Unlock()
+	if p == nil {
+		return wire.FramesStatus{}
+	}
+	fs := wire.FramesStatus{Size: int64(len(p.mem))}
+	p.mu.Lock()
+	fs.Free = len(p.free) * slabFrames
+	stagers := make([]*stager, 0, len(p.stagers))
+	for st := range p.stagers {
 		stagers = append(stagers, st)
 	}
-	s.frames.mu.Unlock()
+	p.mu.Unlock()
 	for _, st := range stagers {
 		st.counts(&fs)
 	}

@@ -170,25 +170,6 @@ func TestUmountErrors(t *testing.T) {
 	}
 }
 
-func TestHasEnded(t *testing.T) {
-	if hasEnded(os.Getpid()) {
-		t.Error("this process has ended?")
-	}
-	p, err := os.StartProcess("/bin/true", []string{"true"}, &os.ProcAttr{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	for deadline := time.Now().Add(time.Minute); !hasEnded(p.Pid) && time.Now().Before(deadline); time.Sleep(time.Millisecond) {
-	}
-	if !hasEnded(p.Pid) {
-		t.Error("a zombie has not ended")
-	}
-	p.Wait()
-	if !hasEnded(p.Pid) {
-		t.Error("a process that is gone has not ended")
-	}
-}
-
 func TestOpenLog(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "log")
 	log, c, err := openLog(path, slog.LevelInfo, false)

@@ -72,7 +72,6 @@ type mounter struct {
 	providers []rdma.Provider
 	metrics   *metricsServer
 	started   time.Time
-	replaced  fuse.Info // the dead mount that was here
 
 	mu      sync.Mutex
 	volumes []*opened // guarded by mu
@@ -145,7 +144,7 @@ func parseMount(source string, lists []string) (initiator.Source, mountOptions, 
 
 func (m *mounter) run(ctx context.Context) error {
 	var err error
-	if m.replaced, err = fuse.PreparePoint(ctx, m.dir, m.opts.nonEmpty); err != nil {
+	if _, err = fuse.PreparePoint(ctx, m.dir, m.opts.nonEmpty); err != nil {
 		return err
 	}
 	if m.providers, err = openProviders(m.src.Transport, m.log); err != nil {
@@ -207,7 +206,7 @@ func (m *mounter) serve(ctx context.Context, mnt *fuse.Mount) error {
 
 // open opens an export: session, cache, and the manifest of a dataset.
 func (m *mounter) open(ctx context.Context, src initiator.Source) (*fuse.Export, error) {
-	v, err := m.dial(ctx, src)
+	v, err := initiator.Dial(ctx, src, initiator.DialOptions{Providers: m.providers, Logger: m.log})
 	if err != nil {
 		return nil, err
 	}
@@ -215,7 +214,9 @@ func (m *mounter) open(ctx context.Context, src initiator.Source) (*fuse.Export,
 	if size < 0 {
 		size = cache.SizeNone
 	}
-	c, err := cache.New(v, cache.Options{Size: size, Readahead: cache.Readahead(src.Readahead), Logger: m.log})
+	c, err := cache.New(v, cache.Options{
+		Size: size, Readahead: cache.Readahead(src.Readahead), Dir: src.CacheDir, DiskSize: src.CacheDisk, Logger: m.log,
+	})
 	if err != nil {
 		v.Close()
 		return nil, err

@@ -48,7 +48,7 @@ var mountOptionTable = map[string]struct {
 
 	"ro": {session, false}, "rw": {session, false}, "shared": {session, false}, "force": {session, false},
 	"transport": {session, true}, "connections": {session, true},
-	"cache": {session, true}, "readahead": {session, true},
+	"cache": {session, true}, "readahead": {session, true}, "cache-dir": {session, true}, "cache-disk": {session, true},
 	"hard": {session, false}, "soft": {session, true},
 	"tls-ca": {session, true}, "tls-cert": {session, true}, "tls-key": {session, true},
 	"token-file": {session, true}, "insecure": {session, false},

@@ -15,6 +15,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -122,6 +123,8 @@ func TestSIGTERMDeadTarget(t *testing.T) {
 		}
 		read <- err
 	}()
+	start := time.Now()
+	defer func() { t.Logf("ended after %v", time.Since(start)) }()
 	syscall.Kill(pid, syscall.SIGTERM)
 	eventually(t, "the daemon's end", func() bool {
 		stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
