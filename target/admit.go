@@ -263,9 +263,9 @@ func (s *Server) reopen(e *export, r *wire.SessionRequest, principal, remote str
 	x.changing.Lock()
 	defer x.changing.Unlock()
 	x.mu.Lock()
-	// The epoch before is the same as this one when its answer was lost, that
-	// is, when nobody has connected with this one's tokens.
-	stale := r.Reopen.Epoch != x.epoch && (r.Reopen.Epoch+1 != x.epoch || x.used)
+	// An epoch that nobody has connected to was one whose answer was lost: who
+	// knows the last one that was used, or a later one, knows enough.
+	stale := r.Reopen.Epoch > x.epoch || r.Reopen.Epoch < x.lastUsed
 	gone := x.ended
 	x.mu.Unlock()
 	switch {

@@ -269,34 +269,32 @@ func (d *data) failed(f *dataset.File, err error) wire.Status {
 	return wire.StatusIO
 }
 
-// sparseFrom is the size from which looking for holes pays for its system call.
-const sparseFrom = 128 << 10
+// sparseStep is how much is read before the next hole is looked for. Asking
+// where the data ends (SEEK_HOLE) would make tmpfs walk the rest of the file;
+// where it begins is cheap to tell everywhere.
+const sparseStep = 128 << 10
 
 // readSparse reads len(p) bytes at off; p holds zeros, so holes need no reading.
 func readSparse(fd int, off int64, p []byte) error {
-	if len(p) < sparseFrom {
+	if len(p) < sparseStep {
 		return readFull(fd, off, p)
 	}
-	for end := off + int64(len(p)); off < end; {
+	for len(p) > 0 {
 		start, err := unix.Seek(fd, off, unix.SEEK_DATA)
 		switch {
 		case errors.Is(err, unix.ENXIO):
 			return nil // a hole up to the end
 		case err != nil:
-			return readFull(fd, off, p[int64(len(p))-(end-off):])
-		case start >= end:
+			return readFull(fd, off, p) // a file system that does not tell
+		case start-off >= int64(len(p)):
 			return nil
 		}
-		stop, err := unix.Seek(fd, start, unix.SEEK_HOLE)
-		if err != nil {
+		p, off = p[start-off:], start
+		n := min(sparseStep, len(p))
+		if err := readFull(fd, off, p[:n]); err != nil {
 			return err
 		}
-		stop = min(stop, end)
-		at := int64(len(p)) - (end - start)
-		if err := readFull(fd, start, p[at:at+stop-start]); err != nil {
-			return err
-		}
-		off = stop
+		p, off = p[n:], off+int64(n)
 	}
 	return nil
 }

@@ -41,21 +41,24 @@ type session struct {
 	changing sync.Mutex
 
 	mu      sync.Mutex
-	address string             // guarded by mu: where the last request came from
-	epoch   uint64             // guarded by mu
-	used    bool               // guarded by mu: a connection of this epoch was accepted
-	ended   bool               // guarded by mu
-	open    bool               // guarded by mu: the epoch takes connections
-	tokens  map[[32]byte]token // guarded by mu: by sha256 of the token
-	conns   map[int]*sconn     // guarded by mu
-	coming  map[int]bool       // guarded by mu: connections whose token was taken, and that are not in conns yet
-	devices []rdma.Device      // guarded by mu: by device index
-	grants  map[uint64]*grant  // guarded by mu
-	nextID  uint64             // guarded by mu
-	seen    time.Time          // guarded by mu: when the last connection was there (monotonic)
-	work    *sync.WaitGroup    // guarded by mu: connections and handlers of the epoch
-	ctx     context.Context    // guarded by mu: ends with the epoch
-	cancel  context.CancelFunc // guarded by mu
+	address string // guarded by mu: where the last request came from
+	epoch   uint64 // guarded by mu
+	used    bool   // guarded by mu: a connection of this epoch was accepted
+	// lastUsed is the last epoch that a connection was accepted in; 0 for a
+	// claim of a previous run, whose connections all died with it.
+	lastUsed uint64             // guarded by mu
+	ended    bool               // guarded by mu
+	open     bool               // guarded by mu: the epoch takes connections
+	tokens   map[[32]byte]token // guarded by mu: by sha256 of the token
+	conns    map[int]*sconn     // guarded by mu
+	coming   map[int]bool       // guarded by mu: connections whose token was taken, and that are not in conns yet
+	devices  []rdma.Device      // guarded by mu: by device index
+	grants   map[uint64]*grant  // guarded by mu
+	nextID   uint64             // guarded by mu
+	seen     time.Time          // guarded by mu: when the last connection was there (monotonic)
+	work     *sync.WaitGroup    // guarded by mu: connections and handlers of the epoch
+	ctx      context.Context    // guarded by mu: ends with the epoch
+	cancel   context.CancelFunc // guarded by mu
 }
 
 // token lets one connection in.
@@ -265,7 +268,7 @@ func (s *session) admit(sum [32]byte, conn int) (epoch uint64) {
 	}
 	delete(s.tokens, sum)
 	s.coming[conn] = true
-	s.used = true
+	s.used, s.lastUsed = true, s.epoch
 	return s.epoch
 }
 

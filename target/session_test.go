@@ -342,11 +342,17 @@ func TestReopen(t *testing.T) {
 	if reply, err = r.open(req); err != nil || reply.Epoch != 4 {
 		t.Fatalf("second lost answer: %v, epoch %d", err, reply.Epoch)
 	}
+	// All answers since the last connection were lost.
+	req.Reopen.Epoch = 1
+	if reply, err = r.open(req); err != nil || reply.Epoch != 5 {
+		t.Fatalf("third lost answer: %v, epoch %d", err, reply.Epoch)
+	}
 	r.join(reply)
 	for name, re := range map[string]wire.Reopen{
 		"old epoch":       {Session: p.reply.Session, Epoch: 1, Secret: p.reply.Secret},
-		"used epoch":      {Session: p.reply.Session, Epoch: 3, Secret: p.reply.Secret},
-		"wrong secret":    {Session: p.reply.Session, Epoch: 4, Secret: strings.Repeat("11", 32)},
+		"before the last": {Session: p.reply.Session, Epoch: 4, Secret: p.reply.Secret},
+		"epoch to come":   {Session: p.reply.Session, Epoch: 6, Secret: p.reply.Secret},
+		"wrong secret":    {Session: p.reply.Session, Epoch: 5, Secret: strings.Repeat("11", 32)},
 		"unknown session": {Session: strings.Repeat("1", 32), Epoch: 1, Secret: p.reply.Secret},
 	} {
 		req.Reopen = &re

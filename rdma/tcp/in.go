@@ -640,7 +640,7 @@ func (in *incoming) guess() (frames int, spill bool) {
 			}
 			continue
 		}
-		if in.n+2+len(e.segs) > iovMax-1 {
+		if in.n+2+len(e.segs) > iovMax-1 || in.guessed(e.segs) {
 			break
 		}
 		in.vec(in.hdrs[frames][:])
@@ -659,6 +659,33 @@ func (in *incoming) guess() (frames int, spill bool) {
 		}
 	}
 	return frames, true
+}
+
+// guessed tells whether one of segs shares bytes with another, or with a place
+// that is laid out already. Were the guess wrong, the stream could not be taken
+// out of them again.
+func (in *incoming) guessed(segs [][]byte) bool {
+	for i, s := range segs {
+		for j := range in.n {
+			if overlap(s, unsafe.Slice(in.iov[j].Base, int(in.iov[j].Len))) {
+				return true
+			}
+		}
+		for _, other := range segs[:i] {
+			if overlap(s, other) {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+func overlap(a, b []byte) bool {
+	if len(a) == 0 || len(b) == 0 {
+		return false
+	}
+	x, y := uintptr(unsafe.Pointer(unsafe.SliceData(a))), uintptr(unsafe.Pointer(unsafe.SliceData(b)))
+	return x < y+uintptr(len(b)) && y < x+uintptr(len(a))
 }
 
 // match holds n bytes that were read against the guess. What was guessed right

@@ -142,3 +142,61 @@ func TestReadWriteSend(t *testing.T) {
 		cancel()
 	}
 }
+
+// TestReadsIntoOnePlace: READs in flight that share their destination, with
+// messages of the peer between their answers. A wrong guess of what comes next
+// must not damage the messages.
+func TestReadsIntoOnePlace(t *testing.T) {
+	a, b := connectPair(t, 1<<20, true)
+	defer b.close(t)
+	defer a.close(t)
+	ctx, cancel := context.WithTimeout(context.Background(), 60*time.Second)
+	defer cancel()
+	const rounds, slots, size = 3000, 16, 64
+	message := func(i int) []byte { return bytes.Repeat([]byte{byte(i), byte(i >> 8), 0xa5, byte(i * 7)}, size/4) }
+	recv := func(i int) rdma.RecvRequest {
+		slot := i % slots
+		return rdma.RecvRequest{ID: uint64(1000 + slot), Local: []rdma.Segment{rdma.Seg(a.mr, uint64(slot*size), size)}}
+	}
+	for i := range slots {
+		if n, err := a.c.PostRecv([]rdma.RecvRequest{recv(i)}); n != 1 || err != nil {
+			t.Fatal(n, err)
+		}
+	}
+	go func() { // the peer sends as its own sends complete
+		wc := make([]rdma.Completion, 1)
+		for i := range rounds {
+			copy(b.mem[4096:], message(i))
+			b.c.Post([]rdma.WorkRequest{{Op: rdma.OpSend, Flags: rdma.WRSignaled, Local: []rdma.Segment{rdma.Seg(b.mr, 4096, size)}}})
+			if _, err := b.c.Wait(ctx, wc); err != nil {
+				return
+			}
+		}
+	}()
+	read := rdma.WorkRequest{ID: 1, Op: rdma.OpRead, Flags: rdma.WRSignaled, Local: []rdma.Segment{rdma.Seg(a.mr, 8192, size)},
+		Remote: rdma.RemoteAddr{Addr: b.mr.Addr() + 65536, RKey: b.mr.RKey()}}
+	wc := make([]rdma.Completion, 32)
+	for range 8 {
+		a.c.Post([]rdma.WorkRequest{read})
+	}
+	for got := 0; got < rounds; {
+		n, err := a.c.Wait(ctx, wc)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i := range wc[:n] {
+			if wc[i].ID == 1 {
+				a.c.Post([]rdma.WorkRequest{read})
+				continue
+			}
+			slot := int(wc[i].ID-1000) * size
+			if !bytes.Equal(a.mem[slot:slot+size], message(got)) {
+				t.Fatalf("message %d is damaged: %x", got, a.mem[slot:slot+size])
+			}
+			got++
+			if k, err := a.c.PostRecv([]rdma.RecvRequest{recv(int(wc[i].ID) - 1000)}); k != 1 || err != nil {
+				t.Fatal(k, err)
+			}
+		}
+	}
+}
