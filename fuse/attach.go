@@ -4,6 +4,7 @@ package fuse
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -18,7 +19,8 @@ import (
 // hold, permission bits are enforced by the kernel, and nobody but the mounting
 // user may come in.
 type Options struct {
-	// Source is shown by mount(8) and df(1). It must hold no secrets.
+	// Source is shown by mount(8) and df(1); "" means "rmount". It must hold no
+	// secrets.
 	Source string
 	// ReadOnly mounts read-only, whatever the export allows.
 	ReadOnly bool
@@ -48,6 +50,7 @@ func GenericOption(name string) bool { return genericOptions[name] != 0 }
 // attach mounts a new connection on dir and returns its device: directly when
 // we may, else through fusermount3.
 func attach(dir string, o Options) (device, error) {
+	o.Source = cmp.Or(o.Source, "rmount")
 	dev, err := mountDirect(dir, o)
 	if errors.Is(err, unix.EPERM) || errors.Is(err, unix.EACCES) {
 		return mountHelper(dir, o)

@@ -142,6 +142,8 @@ func init() {
 		err = serveMount(os.Getenv(daemonEnv))
 	case os.Getenv(mmapEnv) != "":
 		err = mapVolume(os.Getenv(mmapEnv))
+	case os.Getenv(benchEnv) != "":
+		err = serveBench(os.Getenv(benchEnv))
 	default:
 		return
 	}
@@ -153,7 +155,7 @@ func init() {
 }
 
 // selfCommand is another process of this binary.
-func selfCommand(t *testing.T, env, value string) *exec.Cmd {
+func selfCommand(t testing.TB, env, value string) *exec.Cmd {
 	t.Helper()
 	exe, err := os.Executable()
 	if err != nil {
@@ -184,12 +186,18 @@ func serveMount(dir string) error {
 	return m.Close(ctx)
 }
 
-// mountDaemon starts a process that mounts a volume on dir. What it says
-// instead of "ready" is returned.
-func mountDaemon(t *testing.T, dir string, as *syscall.Credential) (cmd *exec.Cmd, stop func() error, said string) {
+// mountDaemon starts a process that mounts a volume on dir.
+func mountDaemon(t *testing.T, dir string, as *syscall.Credential) (cmd *exec.Cmd, stop func() error) {
 	t.Helper()
 	cmd = selfCommand(t, daemonEnv, dir)
 	cmd.SysProcAttr.Credential = as
+	return cmd, startReady(t, cmd)
+}
+
+// startReady starts a process that says "ready" and then serves until its
+// standard input ends.
+func startReady(t testing.TB, cmd *exec.Cmd) (stop func() error) {
+	t.Helper()
 	cmd.Stderr = os.Stderr
 	in, err := cmd.StdinPipe()
 	if err != nil {
@@ -202,8 +210,11 @@ func mountDaemon(t *testing.T, dir string, as *syscall.Credential) (cmd *exec.Cm
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	line, _ := bufio.NewReader(out).ReadString('\n')
-	return cmd, func() error { in.Close(); return cmd.Wait() }, strings.TrimSpace(line)
+	if line, _ := bufio.NewReader(out).ReadString('\n'); line != "ready\n" {
+		cmd.Wait()
+		t.Fatalf("instead of being ready: %s", line)
+	}
+	return func() error { in.Close(); return cmd.Wait() }
 }
 
 // TestDeadDaemon: a mount whose daemon was killed gives an error at once, is
@@ -213,11 +224,8 @@ func TestDeadDaemon(t *testing.T) {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	for range 2 {
-		cmd, _, said := mountDaemon(t, dir, nil)
-		if said != "ready" {
-			t.Fatal(said)
-		}
-		if err := PreparePoint(ctx, dir, false); err == nil || !strings.Contains(err.Error(), "already") {
+		cmd, _ := mountDaemon(t, dir, nil)
+		if _, err := PreparePoint(ctx, dir, false); err == nil || !strings.Contains(err.Error(), "already") {
 			t.Errorf("a live mount: %v", err)
 		}
 		cmd.Process.Kill()
@@ -225,17 +233,14 @@ func TestDeadDaemon(t *testing.T) {
 		if _, err := os.ReadFile(dir + "/vol"); !errors.Is(err, syscall.ENOTCONN) {
 			t.Errorf("reading from a dead mount: %v, want ENOTCONN", err)
 		}
-		if err := PreparePoint(ctx, dir, false); err != nil {
-			t.Fatalf("replacing a dead mount: %v", err)
+		if dead, err := PreparePoint(ctx, dir, false); err != nil || dead.Source != "daemon,with\\odd name" {
+			t.Fatalf("replacing a dead mount: %+v, %v", dead, err)
 		}
 		if _, mounted, _ := FindMount(dir); mounted {
 			t.Error("the dead mount is still there")
 		}
 	}
-	cmd, _, said := mountDaemon(t, dir, nil)
-	if said != "ready" {
-		t.Fatal(said)
-	}
+	cmd, _ := mountDaemon(t, dir, nil)
 	cmd.Process.Kill()
 	cmd.Wait()
 	if err := Unmount(ctx, dir, Clean); err != nil {
@@ -260,10 +265,7 @@ func TestUnprivileged(t *testing.T) {
 		t.Fatal(err)
 	}
 	passable(t, exe)
-	cmd, stop, said := mountDaemon(t, dir, &syscall.Credential{Uid: nobody, Gid: nobody})
-	if said != "ready" {
-		t.Fatal(said)
-	}
+	cmd, stop := mountDaemon(t, dir, &syscall.Credential{Uid: nobody, Gid: nobody})
 	info, mounted, err := FindMount(dir)
 	if err != nil || !mounted || info.Type != FSType || info.Source != "daemon,with\\odd name" || info.UID != nobody {
 		t.Errorf("mountinfo: %+v, %v, %v", info, mounted, err)
@@ -314,7 +316,7 @@ func TestPreparePoint(t *testing.T) {
 		{dir, false, "not empty"},
 		{dir, true, ""},
 	} {
-		err := PreparePoint(ctx, c.path, c.nonEmpty)
+		_, err := PreparePoint(ctx, c.path, c.nonEmpty)
 		if c.want == "" && err != nil || c.want != "" && (err == nil || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), c.path)) {
 			t.Errorf("%s: %v, want %q", c.path, err, c.want)
 		}

@@ -17,11 +17,19 @@ import (
 
 // Directory is the exports of a target, for a mount that shows them all.
 type Directory interface {
-	// List names the exports.
-	List(ctx context.Context) ([]string, error)
+	// List is the exports that there are.
+	List(ctx context.Context) ([]Listed, error)
 	// Open opens an export, which the mount takes over. It is called on first
 	// use, and again after it failed.
 	Open(ctx context.Context, name string) (*Export, error)
+}
+
+// Listed is an export in a list.
+type Listed struct {
+	Name string
+	// Dataset: its top directory has attributes of its own, so that asking for
+	// them is a use.
+	Dataset bool
 }
 
 const (
@@ -38,9 +46,10 @@ type exportsTree struct {
 	readOnly
 	noXattrs
 	dir   Directory
+	born  time.Time
 	log   *slog.Logger
-	plant func(name string, place *atomic.Pointer[planted]) // sows a lazyTree
-	turn  chan struct{}                                     // held by whoever fetches the list
+	plant func(e Listed, place *atomic.Pointer[planted]) // sows a lazyTree
+	turn  chan struct{}                                  // held by whoever fetches the list
 
 	mu      sync.Mutex
 	names   []string                            // guarded by mu: sorted
@@ -52,7 +61,7 @@ func (t *exportsTree) attrLifetime() time.Duration  { return forever }
 func (t *exportsTree) entryLifetime() time.Duration { return listLifetime }
 
 func (t *exportsTree) attr(n uint32, out *gofuse.Attr) bool {
-	*out = directoryAttr()
+	*out = directoryAttr(t.born)
 	return n == rootIndex
 }
 
@@ -119,7 +128,7 @@ func (t *exportsTree) refresh(ctx context.Context) error {
 		ctx, cancel = context.WithTimeout(ctx, listPatience)
 		defer cancel()
 	}
-	names, err := t.dir.List(ctx)
+	list, err := t.dir.List(ctx)
 	if err != nil {
 		if fetched.IsZero() || errors.Is(err, context.Canceled) {
 			return err
@@ -127,21 +136,22 @@ func (t *exportsTree) refresh(ctx context.Context) error {
 		t.log.Warn("the list of exports could not be fetched; an older one is shown", "err", err)
 		return nil
 	}
-	t.update(names)
+	t.update(list)
 	return nil
 }
 
-func (t *exportsTree) update(names []string) {
-	names = slices.Clone(names)
-	slices.Sort(names)
+func (t *exportsTree) update(list []Listed) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.names, t.fetched = slices.Compact(names), time.Now()
-	for _, name := range t.names {
-		if t.known[name] == nil {
+	names := make([]string, 0, len(list))
+	for _, e := range list {
+		names = append(names, e.Name)
+		if t.known[e.Name] == nil {
 			place := new(atomic.Pointer[planted])
-			t.plant(name, place)
-			t.known[name] = place
+			t.plant(e, place)
+			t.known[e.Name] = place
 		}
 	}
+	slices.Sort(names)
+	t.names, t.fetched = slices.Compact(names), time.Now()
 }

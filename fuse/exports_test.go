@@ -13,6 +13,7 @@ import (
 	"syscall"
 	"testing"
 
+	"rblk/dataset"
 	"rblk/volume"
 )
 
@@ -22,13 +23,30 @@ type testDirectory struct {
 	source string // of the dataset
 
 	mu     sync.Mutex
-	names  []string // guarded by mu
+	names  []Listed // guarded by mu
 	err    error    // guarded by mu: how List and Open fail
 	opened []string // guarded by mu
 	ends   []<-chan struct{}
+	data   *source       // of the dataset, once it is open
+	tree   *dataset.Tree // its newest generation
 }
 
-func (d *testDirectory) List(context.Context) ([]string, error) {
+// rescan makes a new generation of the dataset.
+func (d *testDirectory) rescan() {
+	d.t.Helper()
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	tree, err := dataset.Rescan(context.Background(), d.source, d.tree, dataset.ScanOptions{})
+	if err != nil {
+		d.t.Fatal(err)
+	}
+	d.tree = tree
+	d.data.Resize(tree.Manifest.VolumeSize())
+	d.data.Poke(0, content(d.t, d.source, tree))
+	d.data.Emit(volume.Event{Kind: volume.EventGeneration})
+}
+
+func (d *testDirectory) List(context.Context) ([]Listed, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return slices.Clone(d.names), d.err
@@ -42,7 +60,9 @@ func (d *testDirectory) Open(_ context.Context, name string) (*Export, error) {
 	}
 	d.opened = append(d.opened, name)
 	if name == "data" {
-		e, src, _ := scanned(d.t, d.source)
+		e, src, tree := scanned(d.t, d.source)
+		e.Reload = func(context.Context) (*dataset.Manifest, error) { return d.tree.Manifest, nil }
+		d.data, d.tree = src, tree
 		d.ends = append(d.ends, src.closed)
 		return e, nil
 	}
@@ -60,7 +80,7 @@ func (d *testDirectory) uses() []string {
 // TestDirectory mounts all exports: each is opened on first use, once, and
 // closed at the end.
 func TestDirectory(t *testing.T) {
-	d := &testDirectory{t: t, source: oddTree(t), names: []string{"vol", "data"}}
+	d := &testDirectory{t: t, source: oddTree(t), names: []Listed{{"vol", false}, {"data", true}}}
 	dir := mountPoint(t)
 	m, err := MountDirectory(dir, d, Options{Source: "rblk://host/"}, testLog(t))
 	if err != nil {
@@ -76,10 +96,8 @@ func TestDirectory(t *testing.T) {
 	if err != nil || len(entries) != 2 || entries[0].Name() != "data" || entries[1].Name() != "vol" {
 		t.Fatalf("exports %v, %v", entries, err)
 	}
-	for _, e := range entries {
-		if st, err := e.Info(); err != nil || !st.IsDir() {
-			t.Errorf("%s: %v, %v", e.Name(), st, err)
-		}
+	if st, err := os.Stat(dir + "/vol"); err != nil || !st.IsDir() {
+		t.Errorf("vol: %v, %v", st, err)
 	}
 	if _, err := os.Stat(dir + "/none"); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("an export that does not exist: %v", err)
@@ -110,6 +128,18 @@ func TestDirectory(t *testing.T) {
 			t.Errorf("a change: %v, want EROFS or EPERM", err)
 		}
 	}
+	if err := os.WriteFile(d.source+"/fresh", []byte("fresh"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Remove(d.source + "/empty"); err != nil {
+		t.Fatal(err)
+	}
+	d.rescan()
+	eventually(t, "the new generation", func() bool {
+		_, err := os.Stat(dir + "/data/fresh")
+		return err == nil
+	})
+	sameTree(t, d.source, dir+"/data")
 	var top, up, sub, below syscall.Stat_t
 	for path, st := range map[string]*syscall.Stat_t{"/": &top, "/data/..": &up, "/data": &sub, "/data/sub/..": &below} {
 		if err := syscall.Lstat(dir+path, st); err != nil {

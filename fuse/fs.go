@@ -81,10 +81,15 @@ func (fs *fileSystem) present(r ref, entry time.Duration, out *gofuse.EntryOut) 
 
 func (fs *fileSystem) Forget(node, n uint64) { fs.forget(node, n) }
 
-func (fs *fileSystem) GetAttr(_ <-chan struct{}, in *gofuse.GetAttrIn, out *gofuse.AttrOut) gofuse.Status {
+func (fs *fileSystem) GetAttr(cancel <-chan struct{}, in *gofuse.GetAttrIn, out *gofuse.AttrOut) gofuse.Status {
 	r, ok := fs.find(in.NodeId)
 	if !ok {
 		return gofuse.Status(syscall.ESTALE)
+	}
+	if lazy, ok := r.tree.tree.(*lazyTree); ok {
+		if err := lazy.prepare(canceled(cancel)); err != nil {
+			return status(err)
+		}
 	}
 	return fs.attrReply(r, in.NodeId, out)
 }

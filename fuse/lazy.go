@@ -4,6 +4,7 @@ package fuse
 
 import (
 	"context"
+	"errors"
 	"sync/atomic"
 	"syscall"
 	"time"
@@ -15,12 +16,26 @@ import (
 // Until then it is an empty directory with made-up attributes.
 type lazyTree struct {
 	start  func(ctx context.Context) (tree, error) // opens the export
-	turn   chan struct{}                           // held by whoever opens
+	eager  bool                                    // asking for attributes is a use
+	born   time.Time
+	turn   chan struct{} // held by whoever opens
 	opened atomic.Pointer[tree]
 }
 
-func newLazyTree(start func(ctx context.Context) (tree, error)) *lazyTree {
-	return &lazyTree{start: start, turn: make(chan struct{}, 1)}
+func newLazyTree(start func(ctx context.Context) (tree, error), eager bool) *lazyTree {
+	return &lazyTree{start: start, eager: eager, born: time.Now(), turn: make(chan struct{}, 1)}
+}
+
+// prepare opens the export if its attributes are worth that. When it cannot be
+// opened, made-up ones must do.
+func (t *lazyTree) prepare(ctx context.Context) error {
+	if !t.eager {
+		return nil
+	}
+	if _, err := t.use(ctx); errors.Is(err, context.Canceled) {
+		return err
+	}
+	return nil
 }
 
 // use opens the export if need be. One caller at a time tries; a caller that
@@ -58,7 +73,7 @@ func (t *lazyTree) attr(n uint32, out *gofuse.Attr) bool {
 	if in := t.peek(); in != nil {
 		return in.attr(n, out)
 	}
-	*out = directoryAttr()
+	*out = directoryAttr(t.born)
 	return n == rootIndex
 }
 

@@ -67,10 +67,11 @@ func MountExport(dir string, e *Export, o Options, log *slog.Logger) (*Mount, er
 // it that is opened on first use.
 func MountDirectory(dir string, d Directory, o Options, log *slog.Logger) (*Mount, error) {
 	m := newMount(dir, o, log)
-	root := &exportsTree{dir: d, log: log, turn: make(chan struct{}, 1), known: map[string]*atomic.Pointer[planted]{}}
-	root.plant = func(name string, place *atomic.Pointer[planted]) {
+	root := &exportsTree{dir: d, born: time.Now(), log: log, turn: make(chan struct{}, 1), known: map[string]*atomic.Pointer[planted]{}}
+	root.plant = func(e Listed, place *atomic.Pointer[planted]) {
 		place.Store(m.fs.plant(func(p *planted) tree {
-			return newLazyTree(func(ctx context.Context) (tree, error) { return m.open(ctx, d, name, place, p) })
+			start := func(ctx context.Context) (tree, error) { return m.open(ctx, d, e.Name, place, p) }
+			return newLazyTree(start, e.Dataset)
 		}))
 	}
 	m.fs.root.Store(m.fs.plant(func(*planted) tree { return root }))

@@ -7,8 +7,10 @@ import (
 	"context"
 	"errors"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -231,6 +233,79 @@ func TestDataset(t *testing.T) {
 	var fs unix.Statfs_t
 	if err := unix.Statfs(dir, &fs); err != nil || int64(fs.Blocks)*fs.Bsize < e.Manifest.VolumeSize() || fs.Bfree != 0 {
 		t.Errorf("statfs: %+v, %v", fs, err)
+	}
+}
+
+// TestConcurrentReaders reads every file of a tree from many threads, some of
+// which meet in the same file.
+func TestConcurrentReaders(t *testing.T) {
+	source := oddTree(t)
+	e, _, _ := scanned(t, source)
+	dir, _ := shown(t, e, Options{Source: "x"})
+	primePoll(t, dir+"/attr")
+	want := snapshot(t, source)
+	var all sync.WaitGroup
+	for range 8 {
+		all.Go(func() {
+			for name, n := range want {
+				if n.Mode&syscall.S_IFMT != syscall.S_IFREG {
+					continue
+				}
+				if b, err := os.ReadFile(filepath.Join(dir, name)); err != nil || string(b) != n.Content {
+					t.Errorf("%q: %d bytes, %v", name, len(b), err)
+				}
+			}
+		})
+	}
+	all.Wait()
+}
+
+// TestAllow lets others in, or only root, or nobody.
+func TestAllow(t *testing.T) {
+	const nobody = 65534
+	for _, c := range []struct {
+		name    string
+		options Options
+		enters  bool
+	}{
+		{"nobody else", Options{}, false},
+		{"allow_other", Options{AllowOther: true}, true},
+		{"allow_root", Options{AllowRoot: true}, false},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			source := t.TempDir()
+			if err := os.WriteFile(source+"/file", []byte("text"), 0o644); err != nil {
+				t.Fatal(err)
+			}
+			if err := os.WriteFile(source+"/secret", []byte("text"), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			e, _, _ := scanned(t, source)
+			dir, _ := shown(t, e, c.options)
+			passable(t, dir)
+			primePoll(t, dir+"/file")
+			sameNames(t, source, dir) // so that the kernel has it all
+			for name, want := range map[string]bool{"file": c.enters, "secret": false} {
+				cmd := exec.Command("cat", dir+"/"+name)
+				cmd.Dir = "/"
+				cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: nobody, Gid: nobody}}
+				if out, err := cmd.CombinedOutput(); (err == nil) != want {
+					t.Errorf("nobody reads %s: %v, %s", name, err, out)
+				}
+			}
+		})
+	}
+}
+
+func sameNames(t *testing.T, a, b string) {
+	t.Helper()
+	x, err := os.ReadDir(a)
+	if err != nil {
+		t.Fatal(err)
+	}
+	y, err := os.ReadDir(b)
+	if err != nil || len(x) != len(y) {
+		t.Errorf("%d names, want %d: %v", len(y), len(x), err)
 	}
 }
 

@@ -124,8 +124,11 @@ func MountPath(path string) (string, error) {
 			return abs, err
 		}
 		parent, err := filepath.EvalSymlinks(filepath.Dir(abs))
+		if errors.Is(err, os.ErrNotExist) {
+			return abs, nil // nothing can be mounted there
+		}
 		if err != nil {
-			return "", err
+			return "", fmt.Errorf("%s: %w", path, err)
 		}
 		abs = filepath.Join(parent, filepath.Base(abs))
 		if _, mounted, err := FindMount(abs); err != nil || mounted {

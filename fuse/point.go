@@ -18,35 +18,34 @@ import (
 const probeTime = 2 * time.Second
 
 // PreparePoint makes sure that dir (as MountPath gives it) can be mounted on,
-// and takes away a mount of ours whose daemon is dead. Its errors name the mend.
-func PreparePoint(ctx context.Context, dir string, nonEmpty bool) error {
+// and takes away mounts of ours whose daemon is dead, of which it returns the
+// last. Its errors name the mend.
+func PreparePoint(ctx context.Context, dir string, nonEmpty bool) (dead Info, err error) {
 	for {
 		info, mounted, err := FindMount(dir)
 		if err != nil {
-			return err
+			return dead, err
 		}
 		if !mounted || !strings.HasPrefix(info.Type, "fuse") {
 			break
 		}
-		dead, err := isDead(dir)
-		if err != nil {
-			return err
-		}
+		gone, err := isDead(dir)
 		switch {
-		case !dead && info.Type == FSType:
-			return fmt.Errorf("%s: %s is mounted here already (rmount umount %s)", dir, info.Source, dir)
-		case !dead:
-		case info.Type == FSType:
-			if err := Unmount(ctx, dir, Lazy); err != nil {
-				return fmt.Errorf("removing the dead mount: %w", err)
-			}
-			continue
-		default:
-			return fmt.Errorf("%s: holds a dead mount of type %s (umount -l %s)", dir, info.Type, dir)
+		case err != nil:
+			return dead, err
+		case !gone && info.Type == FSType:
+			return dead, fmt.Errorf("%s: %s is mounted here already (rmount umount %s)", dir, info.Source, dir)
+		case !gone:
+			return dead, checkPoint(dir, nonEmpty)
+		case info.Type != FSType:
+			return dead, fmt.Errorf("%s: holds a dead mount of type %s (umount -l %s)", dir, info.Type, dir)
 		}
-		break
+		if err := Unmount(ctx, dir, Lazy); err != nil {
+			return dead, fmt.Errorf("removing the dead mount: %w", err)
+		}
+		dead = info
 	}
-	return checkPoint(dir, nonEmpty)
+	return dead, checkPoint(dir, nonEmpty)
 }
 
 // isDead tells whether the daemon of the mount at dir is gone. A mount that

@@ -43,6 +43,7 @@ type ramFS struct {
 	data    []byte
 	blocked chan string // told of each call that blocks
 	block   bool
+	cached  bool // the kernel may keep pages
 }
 
 const ramFile = 2
@@ -86,7 +87,9 @@ func (r *ramFS) GetAttr(_ <-chan struct{}, in *gofuse.GetAttrIn, out *gofuse.Att
 }
 
 func (r *ramFS) Open(_ <-chan struct{}, _ *gofuse.OpenIn, out *gofuse.OpenOut) gofuse.Status {
-	out.OpenFlags = gofuse.FOPEN_DIRECT_IO
+	if !r.cached {
+		out.OpenFlags = gofuse.FOPEN_DIRECT_IO
+	}
 	return gofuse.OK
 }
 

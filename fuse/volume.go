@@ -47,30 +47,28 @@ func (t *volumeTree) attrLifetime() time.Duration  { return volumeLifetime }
 func (t *volumeTree) entryLifetime() time.Duration { return volumeLifetime }
 
 func (t *volumeTree) attr(n uint32, out *gofuse.Attr) bool {
-	g := t.volume.Geometry()
-	*out = gofuse.Attr{Nlink: 1, Owner: owner()}
-	when := t.born
-	switch n {
-	case rootIndex:
-		*out = directoryAttr()
-	case fileIndex:
-		out.Mode = unix.S_IFREG | 0o644
-		if g.ReadOnly {
-			out.Mode = unix.S_IFREG | 0o444
-		}
-		out.Size = uint64(g.Size)
-		out.Blocks = (out.Size + 511) / 512
-		when = time.Unix(0, t.mtime.Load())
-	default:
-		return false
+	if n == rootIndex {
+		*out = directoryAttr(t.born)
+		return true
 	}
+	g := t.volume.Geometry()
+	*out = gofuse.Attr{
+		Mode: unix.S_IFREG | 0o644, Nlink: 1, Owner: owner(),
+		Size: uint64(g.Size), Blocks: (uint64(g.Size) + 511) / 512,
+	}
+	if g.ReadOnly {
+		out.Mode = unix.S_IFREG | 0o444
+	}
+	when := time.Unix(0, t.mtime.Load())
 	out.SetTimes(&when, &when, &when)
-	return true
+	return n == fileIndex
 }
 
 // directoryAttr is what is told of a directory that only we know.
-func directoryAttr() gofuse.Attr {
-	return gofuse.Attr{Mode: unix.S_IFDIR | 0o555, Nlink: 2, Owner: owner()}
+func directoryAttr(born time.Time) gofuse.Attr {
+	a := gofuse.Attr{Mode: unix.S_IFDIR | 0o555, Nlink: 2, Owner: owner()}
+	a.SetTimes(&born, &born, &born)
+	return a
 }
 
 // owner is whom the files belong to that the target knows no owner of: us. Who

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -25,8 +26,8 @@ type conn struct {
 	rc     rdma.Conn
 	depth  int // parts in flight at most
 
-	// Message slots: receives, then sends; then 64 bytes that confirming
-	// READs land in.
+	// Message slots: receives, then sends; then a byte for each slot of
+	// flight, that its confirming READ lands in.
 	mem   []byte
 	mr    rdma.MemoryRegion
 	recvs int
@@ -67,8 +68,8 @@ const (
 	idMask = 1<<62 - 1
 )
 
-// confirmSize is the memory that confirming READs land in.
-const confirmSize = 64
+// maxDepth is the most parts in flight on a connection.
+const maxDepth = 256
 
 // newConn makes a connection's memory; connect makes the connection.
 func newConn(e *epoch, index int, dom *domain, l *wire.Limits) (*conn, error) {
@@ -78,7 +79,7 @@ func newConn(e *epoch, index int, dom *domain, l *wire.Limits) (*conn, error) {
 	}
 	c.lead <- struct{}{}
 	var err error
-	if c.mem, err = mapMemory((c.recvs+c.sends)*l.MaxMessage + confirmSize); err != nil {
+	if c.mem, err = mapMemory((c.recvs+c.sends)*l.MaxMessage + maxDepth); err != nil {
 		return nil, err
 	}
 	if c.mr, err = dom.pd.Register(c.mem, rdma.AccessLocalWrite); err != nil {
@@ -95,7 +96,7 @@ func newConn(e *epoch, index int, dom *domain, l *wire.Limits) (*conn, error) {
 func (c *conn) connect(ctx context.Context, route rdma.Route, token [32]byte) error {
 	l := &c.e.limits
 	opts := rdma.ConnOptions{
-		SendDepth: min(l.SendDepth, 256) + c.sends, RecvDepth: c.recvs, ReadDepth: l.ReadDepth, ManualProgress: true,
+		SendDepth: min(l.SendDepth, maxDepth) + c.sends, RecvDepth: c.recvs, ReadDepth: l.ReadDepth, ManualProgress: true,
 	}
 	for i := range c.recvs {
 		opts.Receives = append(opts.Receives, rdma.RecvRequest{ID: idRecv | uint64(i), Local: []rdma.Segment{c.slot(i)}})
@@ -115,7 +116,7 @@ func (c *conn) connect(ctx context.Context, route rdma.Route, token [32]byte) er
 	}
 	c.device = int(acc.Device)
 	// A confirmed write takes two places.
-	c.depth = max(1, (info.SendDepth-c.sends)/2)
+	c.depth = min(max(1, (info.SendDepth-c.sends)/2), maxDepth)
 	c.flight = make([]part, c.depth)
 	for i := range c.depth {
 		c.free = append(c.free, c.depth-1-i)
@@ -152,7 +153,7 @@ func (c *conn) submit(ps []part) {
 	c.load.Add(int64(len(ps)))
 	c.mu.Lock()
 	c.queue = append(c.queue, ps...)
-	err := c.push()
+	err := c.pushAll()
 	c.mu.Unlock()
 	if err != nil {
 		c.e.fail(err)
@@ -160,6 +161,15 @@ func (c *conn) submit(ps []part) {
 	if !c.always {
 		c.stir()
 	}
+}
+
+// pushAll posts what there is room for, COMMITs behind the WRITEs that they are
+// for. Caller holds mu.
+func (c *conn) pushAll() error {
+	if err := c.push(); err != nil {
+		return err
+	}
+	return c.pushMessages()
 }
 
 // stir lets the connection's goroutine see to it that somebody leads.
@@ -182,8 +192,11 @@ func (c *conn) push() error {
 			n++
 		}
 		places = len(c.wrs)
-		for i := range n {
-			c.flight[c.free[len(c.free)-1-i]] = c.queue[i]
+		slots := c.free[len(c.free)-n:]
+		slices.Reverse(slots)
+		for i, slot := range slots {
+			c.flight[slot] = c.queue[i]
+			c.flight[slot].waits = 1
 		}
 		c.free = c.free[:len(c.free)-n]
 		rest := copy(c.queue, c.queue[n:])
@@ -195,6 +208,9 @@ func (c *conn) push() error {
 		}
 		if took < places {
 			return fmt.Errorf("send queue took %d of %d requests", took, places)
+		}
+		if c.e.reply.Export.NeedsCommit {
+			c.commitAll(slots)
 		}
 	}
 	return nil
@@ -216,7 +232,7 @@ func (c *conn) request(p *part, slot int) error {
 		// The completion of a READ behind the WRITE says that it is placed.
 		wr.Flags = 0
 		c.wrs = append(c.wrs, wr)
-		c.segs = append(c.segs, rdma.Seg(c.mr, c.mr.Len()-confirmSize, 1))
+		c.segs = append(c.segs, rdma.Seg(c.mr, c.mr.Len()-maxDepth+uint64(slot), 1))
 		wr = rdma.WorkRequest{ID: wr.ID, Op: rdma.OpRead, Flags: rdma.WRSignaled, Local: c.segs[len(c.segs)-1:], Remote: *at}
 	}
 	c.wrs = append(c.wrs, wr)
@@ -226,8 +242,13 @@ func (c *conn) request(p *part, slot int) error {
 // ask sends a request; answer is called once, by the leader, or never when the
 // epoch ends first.
 func (c *conn) ask(t wire.Type, encode func([]byte, wire.Header) []byte, answer func(wire.Header, []byte)) {
+	c.enqueue(c.numbered(t, 0, encode, answer))
+}
+
+// numbered is a numbered request.
+func (c *conn) numbered(t wire.Type, flags uint16, encode func([]byte, wire.Header) []byte, answer func(wire.Header, []byte)) message {
 	seq := c.e.v.seq.Add(1)
-	c.enqueue(message{seq, answer, func(b []byte) []byte { return encode(b, wire.Header{Type: t, Seq: seq}) }})
+	return message{seq, answer, func(b []byte) []byte { return encode(b, wire.Header{Type: t, Seq: seq, Flags: flags}) }}
 }
 
 func (c *conn) enqueue(m message) {
@@ -306,24 +327,32 @@ func (c *conn) act(wcs []rdma.Completion) {
 				return
 			}
 		default:
-			c.mu.Lock()
-			p := c.flight[wc.ID&idMask]
-			c.flight[wc.ID&idMask] = part{}
-			c.free = append(c.free, int(wc.ID&idMask))
-			c.mu.Unlock()
-			c.load.Add(-1)
-			c.e.partDone(&p)
+			c.partStep(int(wc.ID & idMask))
 		}
 	}
 	c.mu.Lock()
-	err := c.push()
-	if err == nil {
-		err = c.pushMessages()
-	}
+	err := c.pushAll()
 	c.mu.Unlock()
 	if err != nil {
 		c.e.fail(err)
 	}
+}
+
+// partStep notes that one of the things that the part in slot waits for has
+// come.
+func (c *conn) partStep(slot int) {
+	c.mu.Lock()
+	c.flight[slot].waits--
+	if c.flight[slot].waits > 0 {
+		c.mu.Unlock()
+		return
+	}
+	p := c.flight[slot]
+	c.flight[slot] = part{}
+	c.free = append(c.free, slot)
+	c.mu.Unlock()
+	c.load.Add(-1)
+	c.e.partDone(&p)
 }
 
 // broken notes a failed request. The first one tells why the connection is
@@ -346,6 +375,9 @@ func (c *conn) broken(wc *rdma.Completion) {
 // received takes a message in and posts its slot again.
 func (c *conn) received(slot, n int) error {
 	h, body, err := wire.ParseHeader(c.bytes(slot)[:n])
+	if err != nil {
+		fmt.Printf("BAD slot %d n %d: %x confirm %x always %v\n", slot, n, c.bytes(slot)[:n], c.mem[len(c.mem)-64:], c.always)
+	}
 	if err == nil {
 		err = c.message(h, body)
 	}
@@ -392,20 +424,13 @@ func (c *conn) message(h wire.Header, body []byte) error {
 // those who do not.
 const idleLead = time.Millisecond
 
-// mind is the connection's goroutine: it leads where nobody else does, and
-// keeps the connection alive.
+// mind keeps the connection alive, and sees to it that it is led.
 func (c *conn) mind(ctx context.Context) {
 	keepalive := time.Duration(c.e.limits.KeepaliveMS) * time.Millisecond
 	tick := time.NewTicker(keepalive)
 	defer tick.Stop()
 	pulse := &pulse{c: c}
-	if c.always {
-		c.e.minders.Go(func() {
-			<-c.lead
-			c.leading(ctx, func() bool { return false })
-			c.lead <- struct{}{}
-		})
-	}
+	c.e.minders.Go(func() { c.leadIdle(ctx) })
 	for {
 		select {
 		case <-ctx.Done():
@@ -415,10 +440,24 @@ func (c *conn) mind(ctx context.Context) {
 			return
 		case <-tick.C:
 			pulse.beat()
+		}
+	}
+}
+
+// leadIdle leads where nobody else does.
+func (c *conn) leadIdle(ctx context.Context) {
+	if c.always {
+		<-c.lead
+		c.leading(ctx, func() bool { return false })
+		c.lead <- struct{}{}
+		return
+	}
+	for {
+		select {
+		case <-ctx.Done():
+			return
 		case <-c.async:
-			if !c.always {
-				c.stepIn(ctx)
-			}
+			c.stepIn(ctx)
 		}
 	}
 }

@@ -28,7 +28,7 @@ import (
 // of it.
 const MaxManifest = 4 << 30
 
-// controlTime bounds one control request, less the manifest and event streams.
+// controlTime bounds one control request to one address, less the manifest and event streams.
 // A target that re-opens a session may wait for its disk meanwhile.
 const controlTime = 30 * time.Second
 
@@ -72,6 +72,9 @@ func NewControl(src Source) (*Control, error) {
 			return nil, fmt.Errorf("token-file: %w", err)
 		}
 		c.token = strings.TrimSpace(string(text))
+		if c.token == "" || strings.ContainsFunc(c.token, func(r rune) bool { return r <= ' ' || r > '~' }) {
+			return nil, fmt.Errorf("token-file %s: want one line with the token, in printable ASCII", src.TokenFile)
+		}
 	}
 	if src.TLSCA == "" && src.TLSCert == "" && (src.Insecure || plainAllowed(src.Addrs)) {
 		c.scheme = "http"
@@ -84,7 +87,8 @@ func NewControl(src Source) (*Control, error) {
 		IdleConnTimeout:       30 * time.Second,
 		DisableCompression:    true,
 	}
-	c.client = &http.Client{Transport: c.tr}
+	// A target redirects nobody, and the token is for it alone.
+	c.client = &http.Client{Transport: c.tr, CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
 	return c, nil
 }
 
@@ -119,7 +123,7 @@ func host(addr string) string {
 	if strings.HasPrefix(addr, "unix:") {
 		return "localhost"
 	}
-	return addr
+	return strings.ReplaceAll(addr, "%", "%25") // of an IPv6 zone, RFC 6874
 }
 
 // do sends a request to the address that answered last, then to the others,
@@ -154,13 +158,13 @@ func (c *Control) do(ctx context.Context, method, path string, body any, header 
 			continue
 		}
 		c.good.Store(int64(at))
-		if resp.StatusCode >= 400 {
+		if resp.StatusCode >= 300 && resp.StatusCode != http.StatusNotModified {
 			defer resp.Body.Close()
 			return nil, addr, answered(c.scheme, addr, resp)
 		}
 		return resp, addr, nil
 	}
-	return nil, "", errors.Join(errs...)
+	return nil, "", joined(errs)
 }
 
 // hint words a transport failure with its mend.
@@ -169,9 +173,8 @@ func hint(scheme, addr string, err error) error {
 	if errors.As(err, &ue) {
 		err = ue.Err
 	}
-	var record tls.RecordHeaderError
 	switch {
-	case errors.As(err, &record):
+	case errors.Is(err, http.ErrSchemeMismatch):
 		return fmt.Errorf("target %s does not speak TLS: say insecure if plain HTTP is what you want: %w", addr, err)
 	case scheme == "http" && errors.Is(err, io.EOF):
 		return fmt.Errorf("target %s hung up: if it speaks TLS, give tls-ca: %w", addr, err)
@@ -195,7 +198,7 @@ func answered(scheme, addr string, resp *http.Response) error {
 
 // call is do with a JSON answer.
 func (c *Control) call(ctx context.Context, method, path string, body, into any, header http.Header) (addr string, err error) {
-	ctx, cancel := context.WithTimeout(ctx, controlTime)
+	ctx, cancel := context.WithTimeout(ctx, time.Duration(len(c.src.Addrs))*controlTime)
 	defer cancel()
 	resp, addr, err := c.do(ctx, method, path, body, header)
 	if err != nil {

@@ -38,6 +38,7 @@ type epoch struct {
 	users   sync.WaitGroup  // those inside begin
 	wanted  map[int64]*want // guarded by mu: extents asked for
 	pending []*want         // guarded by mu: not yet sent
+	again   time.Duration   // guarded by mu: the next delay of retry
 }
 
 // want is an extent that operations wait for.
@@ -82,6 +83,9 @@ func newEpoch(ctx context.Context, v *Volume, reply *wire.SessionReply, addr str
 	e.ctx, e.cancel = context.WithCancel(context.Background())
 	cctx, cancel := context.WithTimeout(ctx, connectTime)
 	defer cancel()
+	if err := checkTokens(reply.Tokens); err != nil {
+		return nil, err
+	}
 	e.conns = make([]*conn, len(reply.Tokens))
 	errs := make([]error, len(reply.Tokens))
 	var wg sync.WaitGroup
@@ -89,9 +93,9 @@ func newEpoch(ctx context.Context, v *Volume, reply *wire.SessionReply, addr str
 		wg.Go(func() { errs[i] = e.connect(cctx, t, addr) })
 	}
 	wg.Wait()
-	if err := errors.Join(errs...); err != nil {
+	if i := firstError(errs); i >= 0 {
 		e.close()
-		return nil, errs[firstError(errs)]
+		return nil, errs[i]
 	}
 	for lane, idx := range laneConns(len(e.conns)) {
 		for _, i := range idx {
@@ -123,41 +127,79 @@ func firstError(errs []error) int {
 
 // checkLimits refuses numbers that no target would mean.
 func checkLimits(l *wire.Limits) error {
-	if l.Credits < 2 || l.Credits > 1024 || l.TargetCredits < 1 || l.TargetCredits > 1024 || l.MaxMessage < 1024 || l.MaxMessage > wire.MaxMessage ||
-		l.SendDepth < 2 || l.ReadDepth < 1 || l.KeepaliveMS < 1 || l.DeadMS < 1 || l.MaxGrants < 1 {
+	const hour = int64(time.Hour / time.Millisecond)
+	ok := l.MaxMessage >= 1024 && l.MaxMessage <= wire.MaxMessage
+	for _, r := range []struct{ n, low, high int64 }{
+		{int64(l.Credits), 2, 1024}, {int64(l.TargetCredits), 1, 1024}, {int64(l.SendDepth), 2, 1 << 16}, {int64(l.ReadDepth), 1, 1 << 16},
+		{int64(l.MaxGrants), 1, 1 << 30}, {l.KeepaliveMS, 1, hour}, {l.DeadMS, 1, hour},
+	} {
+		ok = ok && r.n >= r.low && r.n <= r.high
+	}
+	if !ok {
 		return fmt.Errorf("the target's limits make no sense: %+v", *l)
 	}
 	return nil
 }
 
-// connect makes connection t over the first data address that works.
-func (e *epoch) connect(ctx context.Context, t wire.Token, control string) error {
-	var token [32]byte
-	if b, err := hex.DecodeString(t.Secret); err != nil || copy(token[:], b) != len(token) || t.Connection < 0 || t.Connection >= len(e.conns) {
-		return errors.New("the target's connect token makes no sense")
+// checkTokens wants one token for each connection from 0 on.
+func checkTokens(ts []wire.Token) error {
+	seen := make([]bool, len(ts))
+	for _, t := range ts {
+		b, err := hex.DecodeString(t.Secret)
+		if err != nil || len(b) != 32 || t.Connection < 0 || t.Connection >= len(ts) || seen[t.Connection] {
+			return errors.New("the target's connect tokens make no sense")
+		}
+		seen[t.Connection] = true
 	}
-	var errs []error
+	return nil
+}
+
+// way is a data address and who leads there.
+type way struct {
+	p    rdma.Provider
+	addr string
+}
+
+// ways of this side to the target, best first.
+func (e *epoch) ways(control string) []way {
+	var ws []way
 	for _, p := range e.v.providers {
 		for _, d := range e.reply.Data {
-			if d.Provider != p.Name() || e.v.transport != "auto" && e.v.transport != p.Name() {
-				continue
+			if d.Provider == p.Name() && (e.v.transport == "auto" || e.v.transport == p.Name()) {
+				ws = append(ws, way{p, dataAddr(d.Addr, control)})
 			}
-			c, err := e.dial(ctx, p, dataAddr(d.Addr, control), t.Connection, token)
-			if err == nil {
-				e.conns[t.Connection] = c
-				return nil
-			}
-			var rejected *rdma.RejectError
-			if errors.As(err, &rejected) {
-				return fmt.Errorf("data connection over %s: %w", p.Name(), err) // the token is used up
-			}
-			errs = append(errs, fmt.Errorf("data connection over %s: %w", p.Name(), err))
 		}
 	}
-	if len(errs) == 0 {
+	return ws
+}
+
+// connect makes connection t over the first data address that works. Each gets
+// an equal share of the time that is left, so that a dead one leaves some to
+// those behind it.
+func (e *epoch) connect(ctx context.Context, t wire.Token, control string) error {
+	var token [32]byte
+	hex.Decode(token[:], []byte(t.Secret))
+	ws := e.ways(control)
+	if len(ws) == 0 {
 		return fmt.Errorf("no transport in common: this side has %s, the target offers %v", e.v.transportNames(), e.reply.Data)
 	}
-	return errors.Join(errs...)
+	var errs []error
+	for i, w := range ws {
+		deadline, _ := ctx.Deadline()
+		wctx, cancel := context.WithTimeout(ctx, time.Until(deadline)/time.Duration(len(ws)-i))
+		c, err := e.dial(wctx, w.p, w.addr, t.Connection, token)
+		cancel()
+		if err == nil {
+			e.conns[t.Connection] = c
+			return nil
+		}
+		errs = append(errs, fmt.Errorf("data connection to %s over %s: %w", w.addr, w.p.Name(), err))
+		var rejected *rdma.RejectError
+		if errors.As(err, &rejected) {
+			break // the token is used up
+		}
+	}
+	return joined(errs)
 }
 
 // dataAddr completes an address whose host is that of the control connection.
@@ -275,8 +317,10 @@ func (e *epoch) begin(xs []*op) {
 // split posts parts of x as far as there are grants. Until all are posted the
 // operation counts as a part of its own, so that it cannot end early.
 func (e *epoch) split(x *op) {
-	if x.home == nil {
-		x.home = e.connFor(x.lane)
+	c := x.conn.Load()
+	if c == nil {
+		c = e.connFor(x.lane)
+		x.conn.Store(c)
 	}
 	wr := rdma.OpRead
 	if x.kind == kindWrite {
@@ -295,12 +339,13 @@ func (e *epoch) split(x *op) {
 		x.at += n
 	}
 	whole := x.at == x.n
-	if whole {
-		x.ledBy(x.home)
-	}
 	if len(ps) > 0 {
 		x.parts.Add(int32(len(ps)))
-		x.home.submit(ps)
+		x.begun = true
+		if x.posted.Add(int32(len(ps))) == int32(len(ps)) {
+			x.stir() // who waits can lead c now
+		}
+		c.submit(ps)
 	}
 	if !whole {
 		e.want(x)
@@ -309,32 +354,20 @@ func (e *epoch) split(x *op) {
 	e.partEnd(x)
 }
 
-// ledBy says whose completions end the operation, and lets who waits for it
-// lead there. Before that nobody may: what it waits for comes elsewhere, and a
-// leader sees the end of its operation only in its own connection's completions.
-func (x *op) ledBy(c *conn) {
-	x.conn.Store(c)
-	if x.awaiting.Load() {
-		select {
-		case x.wake <- struct{}{}:
-		default:
-		}
-	}
-}
-
 // maxPart bounds one work request, so that one transfer does not hold a lane up
 // for long and several are in flight for a large one.
 const maxPart = 1 << 20
 
 // partDone ends a part that has succeeded.
 func (e *epoch) partDone(p *part) {
-	r, id := e.table.put(p.grant)
-	if r != nil {
+	rs, id := e.table.put(p.grant)
+	for _, r := range rs {
 		e.revoked(r)
 	}
 	if id != 0 {
 		e.unmap([]uint64{id})
 	}
+	p.op.posted.Add(-1)
 	e.partEnd(p.op)
 }
 
@@ -350,21 +383,40 @@ func (e *epoch) partEnd(x *op) {
 	e.v.complete(x, err)
 }
 
-// want parks x until its next byte is granted.
+// want parks x until its next byte is granted. The extents of its rest that are
+// not granted either are asked for in the same go.
 func (e *epoch) want(x *op) {
+	off := x.off + x.at
+	w := e.ask(off, x)
+	for off = nextExtent(w.off, e.extent()); off < x.off+x.n; off = nextExtent(off, e.extent()) {
+		if !e.table.covers(off) {
+			e.ask(off, nil)
+		}
+	}
+}
+
+func nextExtent(off, extent int64) int64 { return (off/extent + 1) * extent }
+
+// ask wants the extent of off; x, if any, goes on when it is answered.
+func (e *epoch) ask(off int64, x *op) *want {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	key := (x.off + x.at) / e.extent()
+	key := off / e.extent()
 	w := e.wanted[key]
 	if w == nil {
-		w = &want{off: x.off + x.at}
+		w = &want{off: off}
 		e.wanted[key] = w
 		e.pending = append(e.pending, w)
 	}
-	w.ops = append(w.ops, x)
+	if x != nil {
+		w.ops = append(w.ops, x)
+	}
+	return w
 }
 
-func (e *epoch) extent() int64 { return max(1, e.reply.Export.ExtentSize) }
+// extent is the unit of what is asked for: the target's, but never so small that
+// one operation would ask for thousands.
+func (e *epoch) extent() int64 { return max(64<<10, e.reply.Export.ExtentSize) }
 
 // sendWants asks for what is wanted, many ranges in one MAP.
 func (e *epoch) sendWants() {
@@ -388,7 +440,7 @@ func (e *epoch) sendMap(ws []*want) {
 	}
 	size := e.v.Geometry().Size
 	for _, w := range ws {
-		end := min((w.off/e.extent()+1)*e.extent(), size)
+		end := min(nextExtent(w.off, e.extent()), size)
 		m.Ranges = append(m.Ranges, wire.Range{Offset: uint64(w.off), Length: uint64(max(1, end-w.off))})
 	}
 	e.conns[0].ask(wire.TypeMap, m.Append, func(h wire.Header, body []byte) {
@@ -401,8 +453,17 @@ func (e *epoch) sendMap(ws []*want) {
 	})
 }
 
+// maxVolume keeps the sum of an offset and a length within 63 bits.
+const maxVolume = 1 << 61
+
 // mapped goes on with the operations that waited for grants.
 func (e *epoch) mapped(ws []*want, gs []wire.Grant) {
+	for i := range gs {
+		if g := &gs[i]; g.Length == 0 || g.Offset > maxVolume || g.Length > maxVolume {
+			e.fail(fmt.Errorf("grant of %d bytes at %d: %w", g.Length, g.Offset, wire.ErrMalformed))
+			return
+		}
+	}
 	if ids := e.table.add(gs); len(ids) > 0 {
 		e.unmap(ids)
 	}
@@ -413,9 +474,13 @@ func (e *epoch) mapped(ws []*want, gs []wire.Grant) {
 	}
 	e.mu.Unlock()
 	for _, w := range ws {
+		if _, known := statusAt(gs, w.off); !known {
+			e.fail(fmt.Errorf("MAP of %d was answered with nothing about it: %w", w.off, wire.ErrMalformed))
+			return
+		}
 		for _, x := range w.ops {
 			switch st, known := statusAt(gs, x.off+x.at); {
-			case known && (st == wire.StatusQuota || st == wire.StatusAgain):
+			case known && passing(st):
 				again = append(again, x)
 			case known && st != wire.StatusOK:
 				x.fail(statusError(st))
@@ -430,6 +495,10 @@ func (e *epoch) mapped(ws []*want, gs []wire.Grant) {
 	}
 	if len(again) > 0 {
 		e.retry(again)
+	} else {
+		e.mu.Lock()
+		e.again = 0
+		e.mu.Unlock()
 	}
 	e.sendWants()
 }
@@ -444,19 +513,27 @@ func statusAt(gs []wire.Grant, off int64) (wire.Status, bool) {
 	return 0, false
 }
 
-// againTime is how long to wait when the target has no frame to give. Grants
-// given back meanwhile help it.
-const againTime = 5 * time.Millisecond
+// When the target has no frame to give, the grants that are given back now help
+// it; so the first wait is about as long as that and a read of its store take.
+// If it goes on, asking often does not help.
+const (
+	firstAgain = 5 * time.Millisecond
+	maxAgain   = 100 * time.Millisecond
+)
 
+// retry splits operations further, after a while. It is called by the leader of
+// connection 0.
 func (e *epoch) retry(xs []*op) {
 	if ids := e.table.shed(len(xs) + 8); len(ids) > 0 {
 		e.unmap(ids)
 	}
-	e.minders.Add(1)
-	go func() {
-		defer e.minders.Done()
+	e.mu.Lock()
+	e.again = min(max(2*e.again, firstAgain), maxAgain)
+	wait := e.again
+	e.mu.Unlock()
+	e.minders.Go(func() {
 		select {
-		case <-time.After(againTime):
+		case <-time.After(wait):
 		case <-e.ctx.Done():
 			return
 		}
@@ -464,7 +541,7 @@ func (e *epoch) retry(xs []*op) {
 			e.split(x)
 		}
 		e.sendWants()
-	}()
+	})
 }
 
 // unmap gives grants back.
@@ -494,8 +571,13 @@ func (e *epoch) revoked(r *revocation) {
 // sendOp sends ZERO, DISCARD or FLUSH.
 func (e *epoch) sendOp(x *op) {
 	x.parts.Add(1)
+	x.begun = true
 	answer := func(h wire.Header, _ []byte) {
-		if h.Status != wire.StatusOK {
+		switch {
+		case passing(h.Status):
+			e.fail(fmt.Errorf("%v was answered: %v", x.kind, h.Status)) // asked again when re-opened
+			return
+		case h.Status != wire.StatusOK:
 			x.fail(statusError(h.Status))
 		}
 		e.partEnd(x)

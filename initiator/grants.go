@@ -19,8 +19,8 @@ type grant struct {
 	keys    []uint32
 	refs    int // guarded by table.mu: parts under way
 	used    uint64
-	revoked *revocation // guarded by table.mu: who waits for refs to be 0
-	unmap   bool        // guarded by table.mu: to be given back when refs are 0
+	revoked []*revocation // guarded by table.mu: who waits for refs to be 0
+	unmap   bool          // guarded by table.mu: to be given back when refs are 0
 }
 
 // revocation is a REVOKE that is being carried out.
@@ -36,7 +36,7 @@ type table struct {
 
 	mu    sync.Mutex
 	all   []*grant          // guarded by mu: sorted by offset, without overlap
-	byID  map[uint64]*grant // guarded by mu
+	byID  map[uint64]*grant // guarded by mu: those of all, and replaced ones that are in use
 	clock uint64            // guarded by mu: ages
 }
 
@@ -69,24 +69,38 @@ func (t *table) take(off int64) *grant {
 	return g
 }
 
-// put ends a hold. It returns a revocation whose last grant this was, or the id
+// covers tells whether off is granted now.
+func (t *table) covers(off int64) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	i := t.search(off)
+	return i < len(t.all) && t.all[i].off <= off
+}
+
+// put ends a hold. It returns revocations whose last grant this was, or the id
 // of a grant that can be given back now.
-func (t *table) put(g *grant) (r *revocation, unmap uint64) {
+func (t *table) put(g *grant) (rs []*revocation, unmap uint64) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	g.refs--
 	switch {
 	case g.refs > 0:
+		return nil, 0
 	case g.revoked != nil:
-		r, g.revoked = g.revoked, nil
-		r.waiting--
-		if r.waiting > 0 {
-			r = nil
+		for _, r := range g.revoked {
+			r.waiting--
+			if r.waiting == 0 {
+				rs = append(rs, r)
+			}
 		}
+		g.revoked = nil
 	case g.unmap:
 		unmap = g.id
+	default:
+		return nil, 0
 	}
-	return r, unmap
+	delete(t.byID, g.id)
+	return rs, unmap
 }
 
 // add takes new grants up; they replace older ones of the same bytes. It
@@ -146,9 +160,12 @@ func (t *table) shed(n int) []uint64 {
 	return t.coldest(n)
 }
 
-// remove forgets a grant; work requests under it may go on. Caller holds mu.
+// remove takes a grant out of use. While work requests go on under it, a REVOKE
+// must still find it, and wait for them. Caller holds mu.
 func (t *table) remove(g *grant) {
-	delete(t.byID, g.id)
+	if g.refs == 0 {
+		delete(t.byID, g.id)
+	}
 	if i := t.search(g.off); i < len(t.all) && t.all[i] == g {
 		t.all = slices.Delete(t.all, i, i+1)
 	}
@@ -166,7 +183,7 @@ func (t *table) revoke(r *revocation) bool {
 		}
 		t.remove(g)
 		if g.refs > 0 {
-			g.revoked = r
+			g.revoked = append(g.revoked, r)
 			r.waiting++
 		}
 	}

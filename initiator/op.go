@@ -31,6 +31,7 @@ type op struct {
 	mem    []byte
 	arena  *arena // held, while set
 	lane   volume.Lane
+	fua    bool
 	start  time.Time
 
 	// guarded by Volume.mu
@@ -43,10 +44,11 @@ type op struct {
 	at      int64        // how far it has been split into parts
 	parts   atomic.Int32 // parts under way, plus one while it is being split
 	failure atomic.Pointer[error]
-	tries   int // attempts that ended in a refusal by the target's adapter
+	tries   int  // attempts that ended in a refusal by the target's adapter
+	begun   bool // a request of it may have reached the target
 
-	home     *conn                // the connection of all its parts
-	conn     atomic.Pointer[conn] // home, once every part is posted: then its completions end the operation
+	conn     atomic.Pointer[conn] // the connection of its parts
+	posted   atomic.Int32         // parts queued or in flight there
 	done     atomic.Bool
 	awaiting atomic.Bool
 	released atomic.Bool   // nobody touches it any more: it may serve again
@@ -71,11 +73,12 @@ func opFor(o *volume.Op) *op {
 	x.done.Store(false)
 	x.awaiting.Store(false)
 	x.vol, x.off, x.n, x.mem, x.lane = o, o.Offset, int64(len(o.Mem)), o.Mem, o.Lane
+	x.fua = o.FUA
 	x.kind = kindRead
 	if o.Kind == volume.OpWrite {
 		x.kind = kindWrite
 	}
-	x.followers, x.blockers, x.tries = x.followers[:0], 0, 0
+	x.followers, x.blockers, x.tries, x.begun = x.followers[:0], 0, 0, false
 	return x
 }
 
@@ -91,9 +94,21 @@ func (x *op) changes() bool {
 func (x *op) reset() {
 	x.at = 0
 	x.parts.Store(0)
+	x.posted.Store(0)
+	x.begun = false
 	x.failure.Store(nil)
 	x.conn.Store(nil)
-	x.home = nil
+}
+
+// stir wakes who waits for the operation, to look at it again.
+func (x *op) stir() {
+	if !x.awaiting.Load() {
+		return
+	}
+	select {
+	case x.wake <- struct{}{}:
+	default:
+	}
 }
 
 // fail notes the first failure of the attempt.
@@ -106,4 +121,5 @@ type part struct {
 	off   int64 // in the volume
 	mem   []byte
 	wr    rdma.Opcode
+	waits int // what must come before it ends: its completion, and a COMMIT's answer
 }

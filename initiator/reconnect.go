@@ -57,7 +57,7 @@ func (v *Volume) reconnect(e *epoch) bool {
 	v.setState(volume.StateReconnecting, why)
 	e.close()
 	close(e.ended)
-	v.dropHopeless()
+	v.dropDoomed()
 	if v.src.Soft > 0 {
 		timer := time.AfterFunc(v.src.Soft, v.goAway)
 		defer timer.Stop()
@@ -105,6 +105,7 @@ func (e *deadError) Error() string { return e.err.Error() }
 // reopen begins a new epoch of the session. When the target does not know the
 // session any more, and holds the same content, a new session takes its place.
 func (v *Volume) reopen() (*epoch, error) {
+	v.control.Close() // what killed the data connections may have killed idle ones, too
 	v.mu.Lock()
 	r := v.request()
 	r.Access = v.access
@@ -114,6 +115,10 @@ func (v *Volume) reopen() (*epoch, error) {
 	reply, addr, err := v.control.Open(v.ctx, r)
 	if code(err) == wire.CodeUnknownSession {
 		reply, addr, err = v.anew()
+		if code(err) == wire.CodeBusy {
+			// The claim has ended, and another writer holds it now.
+			err = &deadError{fmt.Errorf("%w: %w", volume.ErrFenced, err)}
+		}
 	}
 	if dead := final(err); dead != nil {
 		return nil, &deadError{dead}
@@ -121,7 +126,7 @@ func (v *Volume) reopen() (*epoch, error) {
 	if err != nil {
 		return nil, err
 	}
-	if reply.Export.Instance != was.Instance || reply.Export.Layout != was.Layout {
+	if now := geometry(&reply.Export, v.access); now.Instance != was.Instance || now.Layout != was.Layout {
 		v.giveUp(reply)
 		return nil, &deadError{fmt.Errorf("%w: it was %.8s, it is %.8s", volume.ErrInstanceChanged, was.Instance, reply.Export.Instance)}
 	}
@@ -140,8 +145,12 @@ func (v *Volume) reopen() (*epoch, error) {
 // to.
 func (v *Volume) anew() (*wire.SessionReply, string, error) {
 	r := v.request()
-	r.Access = v.access
-	return v.control.Open(v.ctx, r)
+	r.Access, r.Nonce = v.access, v.newNonce()
+	reply, addr, err := v.control.Open(v.ctx, r)
+	if err == nil {
+		v.answered()
+	}
+	return reply, addr, err
 }
 
 // resume begins every unfinished operation anew.
@@ -163,20 +172,31 @@ func (v *Volume) resume(e *epoch) {
 	e.begin(xs)
 }
 
-// dropHopeless fails operations that the target's adapter has refused again
-// and again. There is no epoch.
-func (v *Volume) dropHopeless() {
+// dropDoomed fails operations that must not be begun anew. There is no epoch.
+func (v *Volume) dropDoomed() {
 	v.mu.Lock()
-	var xs []*op
+	var doomed []refused
 	for x := v.active.next; x != &v.active; x = x.next {
-		if x.tries >= maxTries {
-			xs = append(xs, x)
+		if err := v.doom(x); err != nil {
+			doomed = append(doomed, refused{x, err})
 		}
 	}
 	v.mu.Unlock()
-	for _, x := range xs {
-		v.complete(x, fmt.Errorf("%w: the target's adapter refuses the access: %w", volume.ErrIO, &rdma.StatusError{Status: rdma.StatusRemoteAccess}))
+	for _, d := range doomed {
+		v.complete(d.op, d.err)
 	}
+}
+
+// doom is why x must not be begun anew: the target's adapter has refused it
+// again and again, or others may have written the range since.
+func (v *Volume) doom(x *op) error {
+	switch {
+	case x.tries >= maxTries:
+		return fmt.Errorf("%w: the target's adapter refuses the access: %w", volume.ErrIO, &rdma.StatusError{Status: rdma.StatusRemoteAccess})
+	case v.access == wire.AccessShared && x.changes() && x.begun:
+		return volume.ErrUnknownOutcome
+	}
+	return nil
 }
 
 // goAway fails what waits once the soft time is over.
@@ -213,7 +233,7 @@ func (v *Volume) die(err error) {
 
 func (v *Volume) setState(s volume.State, why error) {
 	v.mu.Lock()
-	v.state = s
+	v.state, v.why = s, why
 	g := v.geometry
 	v.mu.Unlock()
 	v.events.put(volume.Event{Kind: volume.EventState, Geometry: g, State: s, Err: why})
@@ -257,7 +277,7 @@ func (v *Volume) happened(name string, ev wire.Event) {
 func (v *Volume) update(i *wire.ExportInfo) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	if i.Instance != v.geometry.Instance || i.Layout != v.geometry.Layout || i.Size < 0 {
+	if now := geometry(i, v.access); now.Instance != v.geometry.Instance || now.Layout != v.geometry.Layout || i.Size < 0 {
 		return // a re-open will tell
 	}
 	old := v.geometry

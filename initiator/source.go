@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/netip"
 	"net/url"
 	"slices"
 	"strconv"
@@ -40,6 +41,8 @@ type Options struct {
 	Soft        time.Duration // fail I/O when the target is away for so long; 0: hard, wait
 	Connections int           // data connections; 0: one a lane
 	Cache       int64         // bytes; 0: default; -1: none
+	CacheDir    string        // directory of the second tier, for datasets; empty: none
+	CacheDisk   int64         // bytes that it may hold; 0: default
 	Readahead   int64         // bytes of the largest window; -1: auto; 0: none
 	TLSCA       string
 	TLSCert     string
@@ -100,8 +103,10 @@ var optionTable = map[string]option{
 		o.Connections = n
 		return nil
 	}},
-	"cache":     {true, func(o *Options, v string) (err error) { o.Cache, err = parseCache(v); return err }},
-	"readahead": {true, func(o *Options, v string) (err error) { o.Readahead, err = parseReadahead(v); return err }},
+	"cache":      {true, func(o *Options, v string) (err error) { o.Cache, err = parseCache(v); return err }},
+	"cache-dir":  textOption(func(o *Options, v string) { o.CacheDir = v }),
+	"cache-disk": {true, func(o *Options, v string) (err error) { o.CacheDisk, err = size.Parse(v); return err }},
+	"readahead":  {true, func(o *Options, v string) (err error) { o.Readahead, err = parseReadahead(v); return err }},
 
 	"tls-ca":     textOption(func(o *Options, v string) { o.TLSCA = v }),
 	"tls-cert":   textOption(func(o *Options, v string) { o.TLSCert = v }),
@@ -193,7 +198,14 @@ func ParseSource(text string) (Source, error) {
 	}
 	rest, query, _ := strings.Cut(rest, "?")
 	hosts, path, _ := strings.Cut(rest, "/")
+	if strings.Contains(hosts, "@") {
+		return s, fmt.Errorf("%w: no user or password belongs in it: use token-file=", ErrSource)
+	}
+	text, _, _ = strings.Cut(text, "?") // as it is shown: a secret may stand in an option
 	var err error
+	if isUnix {
+		path = strings.TrimPrefix(path, "/")
+	}
 	s.Export, s.Path, _ = strings.Cut(path, "/")
 	if s.Export, err = url.PathUnescape(s.Export); err == nil {
 		s.Path, err = url.PathUnescape(s.Path)
@@ -212,7 +224,6 @@ func ParseSource(text string) (Source, error) {
 		}
 		s.Addrs = []string{"unix:" + values[i][1]}
 		values = slices.Delete(values, i, i+1)
-		s.Export, s.Path, _ = strings.Cut(strings.TrimPrefix(path, "/"), "/")
 	} else if s.Addrs, err = parseHosts(hosts); err != nil {
 		return s, fmt.Errorf("%w: %q: %w", ErrSource, text, err)
 	}
@@ -245,17 +256,17 @@ func parseQuery(q string) ([][2]string, error) {
 }
 
 func parseHosts(list string) ([]string, error) {
-	if strings.Contains(list, "@") {
-		return nil, errors.New("no user or password belongs here: use token-file=")
-	}
 	var addrs []string
 	for h := range strings.SplitSeq(list, ",") {
 		host, port, err := net.SplitHostPort(h)
 		if err != nil {
-			host, port = strings.TrimSuffix(strings.TrimPrefix(h, "["), "]"), strconv.Itoa(wire.DefaultControlPort)
-			if strings.Contains(host, ":") && net.ParseIP(host) == nil {
-				return nil, fmt.Errorf("host %q: want HOST, HOST:PORT or [IPV6]:PORT", h)
+			host, port = h, strconv.Itoa(wire.DefaultControlPort)
+			if inner, ok := strings.CutPrefix(h, "["); ok && strings.HasSuffix(inner, "]") {
+				host = inner[:len(inner)-1]
 			}
+		}
+		if !validHost(host) {
+			return nil, fmt.Errorf("host %q: want HOST, HOST:PORT or [IPV6]:PORT", h)
 		}
 		if n, err := strconv.Atoi(port); err != nil || n < 1 || n > 65535 {
 			return nil, fmt.Errorf("port %q: want 1 to 65535", port)
@@ -268,11 +279,25 @@ func parseHosts(list string) ([]string, error) {
 	return addrs, nil
 }
 
-// String is the source without its options, as it may be shown.
-func (s Source) String() string {
-	text := "rblk://" + strings.Join(s.Addrs, ",") + "/" + url.PathEscape(s.Export)
-	if s.Path != "" {
-		text += "/" + s.Path
+// validHost takes what may be a name or an address; "" is for the caller.
+func validHost(host string) bool {
+	if strings.Contains(host, ":") {
+		_, err := netip.ParseAddr(host)
+		return err == nil
 	}
-	return text
+	return !strings.ContainsFunc(host, func(r rune) bool { return r <= ' ' || strings.ContainsRune("%[]<>\"\\^`{|}\x7f", r) })
+}
+
+// String is the source without its options, as it may be shown and read again.
+func (s Source) String() string {
+	path := "/" + url.PathEscape(s.Export)
+	if s.Path != "" {
+		path += "/" + (&url.URL{Path: s.Path}).EscapedPath()
+	}
+	if len(s.Addrs) == 1 {
+		if socket, ok := strings.CutPrefix(s.Addrs[0], "unix:"); ok {
+			return "rblk+unix://" + path + "?socket=" + url.QueryEscape(socket)
+		}
+	}
+	return "rblk://" + strings.Join(s.Addrs, ",") + path
 }

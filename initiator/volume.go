@@ -40,7 +40,6 @@ type Volume struct {
 	providers []rdma.Provider
 	control   *Control
 	log       *slog.Logger
-	secret    string // resume secret
 	stats     stats
 	seq       atomic.Uint64
 	events    *events
@@ -53,10 +52,13 @@ type Volume struct {
 	mu       sync.Mutex
 	geometry volume.Geometry // guarded by mu
 	session  string          // guarded by mu
+	secret   string          // guarded by mu: resume secret
+	nonce    string          // guarded by mu: of a request for a new session that is unanswered
 	number   uint64          // guarded by mu: the session's epoch
 	cur      *epoch          // guarded by mu: nil while there is none
 	state    volume.State    // guarded by mu
 	err      error           // guarded by mu: why it has failed for good
+	why      error           // guarded by mu: why it is in its state
 	away     bool            // guarded by mu: the soft time is over
 	closed   bool            // guarded by mu
 	active   op              // guarded by mu: ring of unfinished operations
@@ -89,7 +91,7 @@ func Dial(ctx context.Context, src Source, opts DialOptions) (*Volume, error) {
 	v.ctx, v.cancel = context.WithCancel(context.Background())
 	reply, addr, err := v.create(ctx)
 	if err != nil {
-		control.Close()
+		v.release()
 		return nil, err
 	}
 	e, err := v.adopt(ctx, reply, addr)
@@ -123,7 +125,7 @@ func (v *Volume) request() *wire.SessionRequest {
 	}
 	r := &wire.SessionRequest{
 		Protocol: wire.ProtocolVersion, Export: v.src.Export, Access: v.access, Connections: n,
-		Client: wire.Client{Host: name, Program: "rmount", PID: os.Getpid(), Version: version.Version},
+		Client: wire.Client{Host: name, Program: "rmount", PID: os.Getpid(), Version: version.Version, Process: thisProcess()},
 	}
 	for _, p := range v.providers {
 		if v.transport == "auto" || v.transport == p.Name() {
@@ -140,18 +142,22 @@ func (v *Volume) create(ctx context.Context) (*wire.SessionReply, string, error)
 	if access == "" {
 		access = wire.AccessWrite
 	}
-	nonce := make([]byte, 16)
-	rand.Read(nonce)
 	for {
 		r := v.request()
-		r.Access, r.Force, r.Nonce = access, v.src.Force, hex.EncodeToString(nonce)
+		r.Access, r.Force, r.Nonce = access, v.src.Force, v.newNonce()
 		if len(r.Transports) == 0 {
 			return nil, "", fmt.Errorf("transport=%s: this build has %s", v.transport, v.transportNames())
 		}
 		reply, addr, err := v.control.Open(ctx, r)
 		if err == nil {
 			v.access = access
+			v.answered()
 			return reply, addr, nil
+		}
+		if abandoned(err) && !r.Force {
+			v.log.Info("taking over from a dead process of this machine", "err", err)
+			v.src.Force = true
+			continue
 		}
 		if code(err) == wire.CodeReadOnly && v.access == "" && access == wire.AccessWrite {
 			access = wire.AccessRead
@@ -161,13 +167,29 @@ func (v *Volume) create(ctx context.Context) (*wire.SessionReply, string, error)
 	}
 }
 
+// newNonce is that of the last request for a new session, while it is
+// unanswered: the target then ends what that one may have made.
+func (v *Volume) newNonce() string {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.nonce == "" {
+		b := make([]byte, 16)
+		rand.Read(b)
+		v.nonce = hex.EncodeToString(b)
+	}
+	return v.nonce
+}
+
+func (v *Volume) answered() {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.nonce = ""
+}
+
 // adopt makes the connections of a reply and takes its session over.
 func (v *Volume) adopt(ctx context.Context, reply *wire.SessionReply, addr string) (*epoch, error) {
-	if reply.Export.NeedsCommit {
-		return nil, errors.New("this export confirms writes by COMMIT, which this rmount does not know: upgrade it")
-	}
-	if len(reply.Tokens) == 0 || reply.Export.Size < 0 {
-		return nil, errors.New("the target's answer makes no sense: no tokens, or a negative size")
+	if len(reply.Tokens) == 0 || reply.Export.Size < 0 || reply.Export.Size > maxVolume {
+		return nil, errors.New("the target's answer makes no sense: no tokens, or an impossible size")
 	}
 	e, err := newEpoch(ctx, v, reply, addr)
 	if err != nil {
@@ -185,11 +207,15 @@ func (v *Volume) adopt(ctx context.Context, reply *wire.SessionReply, addr strin
 }
 
 func geometry(i *wire.ExportInfo, access string) volume.Geometry {
-	return volume.Geometry{
+	g := volume.Geometry{
 		Export: i.Name, Kind: volume.Kind(i.Kind), Size: i.Size, BlockSize: max(1, i.BlockSize), ExtentSize: i.ExtentSize,
 		ReadOnly: i.ReadOnly || access == wire.AccessRead, Instance: i.Instance, Layout: i.Layout, Generation: i.Generation,
 		CanFlush: i.CanFlush, CanFUA: i.CanFUA, CanDiscard: i.CanDiscard, CanZero: i.CanZero, CanMultiConn: true,
 	}
+	if g.Kind != volume.KindDataset {
+		g.Layout = "" // its ranges change their bytes
+	}
+	return g
 }
 
 // announce tells of what differs. Caller holds mu.
@@ -213,7 +239,7 @@ func (v *Volume) Geometry() volume.Geometry {
 func (v *Volume) State() (volume.State, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	return v.state, v.err
+	return v.state, v.why
 }
 
 // Transport names the provider that carries the data, or "".
@@ -249,22 +275,22 @@ func offsetOf(a *arena, p []byte) uintptr {
 func (v *Volume) Submit(ops []*volume.Op) {
 	var few [16]*op
 	xs := few[:0]
+	now := time.Now()
 	for _, o := range ops {
 		x := opFor(o)
-		x.start = time.Now()
-		if err := v.prepare(x); err != nil {
-			v.finished(x, err)
-			continue
-		}
+		x.start = now
 		xs = append(xs, x)
 	}
 	v.submit(xs)
 }
 
-// prepare checks an operation and finds its arena.
+// prepare checks an operation and finds its arena. Caller holds mu.
 func (v *Volume) prepare(x *op) error {
 	x.arena = nil
-	g := v.Geometry()
+	if x.vol == nil {
+		return nil // a message, checked by who made it
+	}
+	g := &v.geometry
 	switch {
 	case x.off < 0 || x.n > g.Size || x.off > g.Size-x.n || x.n > maxTransfer:
 		return fmt.Errorf("%w: %d bytes at %d of %d", volume.ErrRange, x.n, x.off, g.Size)
@@ -273,11 +299,10 @@ func (v *Volume) prepare(x *op) error {
 	case x.kind == kindWrite && (x.off%g.BlockSize != 0 || x.n%g.BlockSize != 0):
 		return fmt.Errorf("%w: %d bytes at %d, blocks have %d", volume.ErrRange, x.n, x.off, g.BlockSize)
 	}
-	v.mu.Lock()
-	defer v.mu.Unlock()
 	for _, a := range v.arenas {
 		if a.holds(x.mem) {
 			x.arena = a
+			break
 		}
 	}
 	if x.arena == nil || !x.arena.use() {
@@ -293,10 +318,14 @@ func (v *Volume) submit(xs []*op) {
 	e := v.cur
 	refuse := v.refusal()
 	begin := xs[:0]
-	var refused []*op
+	var no []refused
 	for _, x := range xs {
-		if refuse != nil {
-			refused = append(refused, x)
+		err := refuse
+		if err == nil {
+			err = v.prepare(x)
+		}
+		if err != nil {
+			no = append(no, refused{x, err})
 			continue
 		}
 		x.reset()
@@ -307,12 +336,18 @@ func (v *Volume) submit(xs []*op) {
 		}
 	}
 	v.mu.Unlock()
-	for _, x := range refused {
-		v.finished(x, refuse)
+	for _, r := range no {
+		v.finished(r.op, r.err)
 	}
 	if len(begin) > 0 {
 		e.begin(begin)
 	}
+}
+
+// refused is an operation that is not taken, and why.
+type refused struct {
+	op  *op
+	err error
 }
 
 // refusal is why nothing is taken now. Caller holds mu.
@@ -359,12 +394,7 @@ func (v *Volume) finished(x *op, err error) {
 	o.Err = err
 	o.Done(o)
 	x.done.Store(true)
-	if x.awaiting.Load() {
-		select {
-		case x.wake <- struct{}{}:
-		default:
-		}
-	}
+	x.stir()
 	x.released.Store(true)
 }
 
@@ -376,16 +406,19 @@ func (v *Volume) Await(ctx context.Context, o *volume.Op) error {
 		return fmt.Errorf("%w: operation was not submitted", volume.ErrRange)
 	}
 	x.awaiting.Store(true)
+	// An operation that waits for grants has nothing to come on its connection:
+	// who led that would not notice that it fails.
+	idle := func() bool { return x.done.Load() || x.posted.Load() == 0 }
 	for !x.done.Load() {
 		var lead chan struct{}
 		c := x.conn.Load()
-		if c != nil && !c.always {
+		if c != nil && !c.always && !idle() {
 			lead = c.lead
 		}
 		select {
 		case <-x.wake:
 		case <-lead:
-			c.leading(ctx, x.done.Load)
+			c.leading(ctx, idle)
 			c.lead <- struct{}{}
 			if c.rc.Err() != nil {
 				// The connection is dead: wait for the next epoch's.
@@ -404,6 +437,7 @@ func (v *Volume) Await(ctx context.Context, o *volume.Op) error {
 			return ctx.Err()
 		}
 	}
+	x.stir() // there may be others who wait
 	return o.Err
 }
 
@@ -465,8 +499,9 @@ func (v *Volume) Close() error {
 		return nil
 	}
 	v.mu.Lock()
-	e, session := v.cur, v.session
+	e, session, secret := v.cur, v.session, v.secret
 	v.cur = nil
+	v.state, v.why = volume.StateFailed, volume.ErrClosed
 	v.mu.Unlock()
 	if e != nil {
 		e.close()
@@ -474,7 +509,7 @@ func (v *Volume) Close() error {
 	v.endAll(volume.ErrClosed)
 	ctx, cancel := context.WithTimeout(context.Background(), closeTime)
 	defer cancel()
-	if err := v.control.Delete(ctx, session, v.secret); err != nil {
+	if err := v.control.Delete(ctx, session, secret); err != nil {
 		v.log.Debug("farewell to the target failed", "err", err)
 	}
 	v.release()

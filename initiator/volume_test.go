@@ -40,6 +40,14 @@ type testTarget struct {
 	data    string
 }
 
+// testLogger shows what happens with -v.
+func testLogger() *slog.Logger {
+	if !testing.Verbose() {
+		return slog.New(slog.DiscardHandler)
+	}
+	return slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelDebug}))
+}
+
 func startTarget(t testing.TB, mem []target.MemoryConfig, sets []target.DatasetConfig) *testTarget {
 	t.Helper()
 	dir, err := os.MkdirTemp("/dev/shm", "rblk-test-")
@@ -49,9 +57,7 @@ func startTarget(t testing.TB, mem []target.MemoryConfig, sets []target.DatasetC
 	t.Cleanup(func() { os.RemoveAll(dir) })
 	tt := &testTarget{t: t, mem: mem, sets: sets, control: "127.0.0.1:0", data: "127.0.0.1:0"}
 	tt.opts = target.Options{StateDir: filepath.Join(dir, "state"), MemoryDir: filepath.Join(dir, "mem"), Frames: 32 << 20}
-	if testing.Verbose() {
-		tt.opts.Logger = slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelDebug}))
-	}
+	tt.opts.Logger = testLogger()
 	tt.start()
 	t.Cleanup(tt.stop)
 	return tt
@@ -106,6 +112,17 @@ func (tt *testTarget) stop() {
 
 func (tt *testTarget) dial(export, options string) *Volume {
 	tt.t.Helper()
+	p, err := tcp.New(tcp.Options{})
+	if err != nil {
+		tt.t.Fatal(err)
+	}
+	return tt.dialOver(p, export, options)
+}
+
+// dialOver opens an export over p, which ends with the test and must then have
+// nothing left.
+func (tt *testTarget) dialOver(p rdma.Provider, export, options string) *Volume {
+	tt.t.Helper()
 	src, err := ParseSource("rblk://" + tt.control + "/" + export)
 	if err == nil {
 		src, err = src.WithOptions(options)
@@ -113,17 +130,9 @@ func (tt *testTarget) dial(export, options string) *Volume {
 	if err != nil {
 		tt.t.Fatal(err)
 	}
-	p, err := tcp.New(tcp.Options{})
-	if err != nil {
-		tt.t.Fatal(err)
-	}
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
-	opts := DialOptions{Providers: []rdma.Provider{p}}
-	if testing.Verbose() {
-		opts.Logger = slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelDebug}))
-	}
-	v, err := Dial(ctx, src, opts)
+	v, err := Dial(ctx, src, DialOptions{Providers: []rdma.Provider{p}, Logger: testLogger()})
 	if err != nil {
 		tt.t.Fatal(err)
 	}

@@ -64,7 +64,7 @@ func (s *Server) checkRequest(r *wire.SessionRequest) error {
 	if r.Connections < 1 || r.Connections > s.limits.MaxConnections {
 		return fail(wire.CodeLimit, "%d connections: want 1 to %d", r.Connections, s.limits.MaxConnections)
 	}
-	if len(r.Nonce) > 64 || len(r.Client.Host)+len(r.Client.Program)+len(r.Client.Version) > 1024 {
+	if len(r.Nonce) > 64 || len(r.Client.Host)+len(r.Client.Program)+len(r.Client.Version)+len(r.Client.Process) > 1024 {
 		return fail(wire.CodeBadRequest, "nonce or client too long")
 	}
 	if len(r.Transports) == 0 {
@@ -178,16 +178,14 @@ func (e *export) forgetLeftLocked(st *stateDir) {
 
 // busyLocked says who writes. Caller holds mu.
 func (e *export) busyLocked() error {
-	who, since := wire.Client{}, time.Time{}
-	addr := ""
-	if e.writer != nil {
-		h := e.writer.holder()
-		who, addr, since = h.Client, h.Address, e.writer.since
-	} else {
-		who, addr, since = e.left.Client, e.left.Address, e.left.Since
+	w := e.writerLocked()
+	if w == nil {
+		return fail(wire.CodeBusy, "export %s was just given up: try again", e.name)
 	}
-	return fail(wire.CodeBusy, "export %s is being written by %s (pid %d, %s) for %s: wait, open it ro, or take it over with force",
-		e.name, who.Host, who.PID, addr, time.Since(since).Round(time.Second))
+	err := fail(wire.CodeBusy, "export %s is being written by %s (pid %d, %s) for %s: wait, open it ro, or take it over with force",
+		e.name, w.Client.Host, w.Client.PID, w.Address, time.Duration(w.AgeSecond)*time.Second)
+	err.Writer = w
+	return err
 }
 
 // claim makes x the export's writer. With force, the one before is fenced: its

@@ -54,6 +54,9 @@ func (c *checker) bad(name string, err error) {
 func Check(ctx context.Context, opts Options, memories []MemoryConfig, datasets []DatasetConfig) []Finding {
 	opts.defaults()
 	c := &checker{}
+	if len(datasets) == 0 {
+		opts.Frames = 0 // they are not made
+	}
 	c.memlock(&opts, memories)
 	c.files()
 	for _, m := range memories {

@@ -22,6 +22,7 @@ import (
 type sconn struct {
 	s     *session
 	index int
+	epoch uint64 // of the session, that the token was for
 	conn  rdma.Conn
 	dom   *domain
 	mem   []byte // message slots: receives, then sends
@@ -54,28 +55,34 @@ func slots(l *wire.Limits) (recvs, sends int) {
 	return n, 2 * n
 }
 
+// reject refuses a data connection, as far as the transport has room to say why.
+// That it cannot be told is no news: the peer is gone.
+func reject(req rdma.ConnRequest, why string) {
+	_ = req.Reject([]byte(why[:min(len(why), rdma.MaxRejectReason)]))
+}
+
 // accept makes the connection of a request whose token was taken.
-func (s *session) accept(ctx context.Context, req rdma.ConnRequest, index int) error {
+func (s *session) accept(ctx context.Context, req rdma.ConnRequest, index int, epoch uint64) error {
 	dom, err := s.exp.domain(req.Device(), s.access != wire.AccessRead)
 	if err != nil {
-		req.Reject([]byte(err.Error()))
+		reject(req, err.Error())
 		return err
 	}
 	l := &s.srv.limits
 	recvs, sends := slots(l)
 	mem, err := unix.Mmap(-1, 0, (recvs+sends)*l.MaxMessage, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_ANONYMOUS)
 	if err != nil {
-		req.Reject([]byte("target is out of memory"))
+		reject(req, "target is out of memory")
 		return err
 	}
-	c := &sconn{s: s, index: index, dom: dom, mem: mem, recvs: recvs, free: make(chan int, sends), gone: make(chan struct{}), revokes: map[uint64]struct{}{},
+	c := &sconn{s: s, index: index, epoch: epoch, dom: dom, mem: mem, recvs: recvs, free: make(chan int, sends), gone: make(chan struct{}), revokes: map[uint64]struct{}{},
 		log: s.log.With("connection", index, "remote", req.RemoteAddr().String())}
 	for i := range sends {
 		c.free <- i
 	}
 	if c.mr, err = dom.pd.Register(mem, rdma.AccessLocalWrite); err != nil {
 		unix.Munmap(mem)
-		req.Reject([]byte("target cannot register memory"))
+		reject(req, "target cannot register memory")
 		return err
 	}
 	if err := c.connect(ctx, req); err != nil {
@@ -94,12 +101,12 @@ func (c *sconn) connect(ctx context.Context, req rdma.ConnRequest) error {
 	}
 	s.mu.Lock()
 	dev := -1
-	if s.open {
+	if s.open && s.epoch == c.epoch {
 		dev = s.deviceLocked(req.Device())
 	}
 	s.mu.Unlock()
 	if dev < 0 {
-		req.Reject([]byte(wire.RejectLimit))
+		reject(req, wire.RejectLimit)
 		return errors.New("session ended, or too many devices")
 	}
 	reply := wire.Accepted{Version: wire.ProtocolVersion, Device: uint8(dev), Connection: uint16(c.index),
@@ -110,7 +117,9 @@ func (c *sconn) connect(ctx context.Context, req rdma.ConnRequest) error {
 	}
 	c.hear()
 	s.mu.Lock()
-	if !s.open || s.conns[c.index] != nil {
+	// Meanwhile another epoch may have begun, in which this connection has no
+	// business.
+	if !s.open || s.epoch != c.epoch || s.conns[c.index] != nil {
 		s.mu.Unlock()
 		c.conn.Close()
 		return errors.New("session ended meanwhile")
@@ -205,6 +214,11 @@ func (c *sconn) serve(ctx context.Context) error {
 var errProtocol = errors.New("protocol violation")
 
 func (c *sconn) complete(ctx context.Context, wc *rdma.Completion) error {
+	op := rdma.OpRecv
+	if wc.ID&sendTag != 0 {
+		op = rdma.OpSend
+	}
+	c.s.srv.metrics.ops.WithLabelValues(op.String(), wc.Status.String()).Inc()
 	if wc.Status != rdma.StatusOK {
 		return wc.Status.Err()
 	}
@@ -268,7 +282,7 @@ func (c *sconn) request(ctx context.Context, h wire.Header, body []byte) error {
 		if err := d.Parse(body); err != nil {
 			return err
 		}
-		c.async(func() wire.Status { return c.s.drop(int(d.Connection), c) }, h.Seq)
+		c.async(h, func() wire.Status { return c.s.drop(int(d.Connection), c) })
 	case wire.TypeMap:
 		m := &wire.Map{}
 		if err := m.Parse(body); err != nil {
@@ -279,7 +293,7 @@ func (c *sconn) request(ctx context.Context, h wire.Header, body []byte) error {
 		if err := wire.ParseEmpty(body); err != nil {
 			return err
 		}
-		c.async(func() wire.Status { return c.s.exp.content.flush(ctx) }, h.Seq)
+		c.async(h, func() wire.Status { return c.s.exp.content.flush(ctx) })
 	default:
 		return c.ranged(ctx, h, body)
 	}
@@ -295,7 +309,7 @@ func (c *sconn) ranged(ctx context.Context, h wire.Header, body []byte) error {
 	if h.Type != wire.TypeCommit && len(r.Ranges) != 1 {
 		return fmt.Errorf("%d ranges where one belongs", len(r.Ranges))
 	}
-	c.async(func() wire.Status {
+	c.async(h, func() wire.Status {
 		switch {
 		case c.s.access == wire.AccessRead:
 			return wire.StatusReadOnly
@@ -303,18 +317,24 @@ func (c *sconn) ranged(ctx context.Context, h wire.Header, body []byte) error {
 			return wire.StatusUnsupported // no export here needs it
 		}
 		return c.s.exp.content.zero(ctx, r.Ranges[0])
-	}, h.Seq)
+	})
 	return nil
 }
 
 // async answers a request with f's status. What may wait for the store runs so;
 // the credits bound how many.
-func (c *sconn) async(f func() wire.Status, seq uint64) {
-	c.handlers.Go(func() { _ = c.done(seq, f()) }) // an error has ended the connection
+func (c *sconn) async(h wire.Header, f func() wire.Status) {
+	start := time.Now()
+	c.handlers.Go(func() {
+		st := f()
+		c.s.srv.metrics.answered(h.Type, start)
+		_ = c.done(h.Seq, st) // an error has ended the connection
+	})
 }
 
 // mapped answers a MAP.
 func (c *sconn) mapped(ctx context.Context, seq uint64, m *wire.Map) {
+	start := time.Now()
 	var parts [][]wire.Grant
 	if c.s.access == wire.AccessRead && m.Intent != wire.IntentRead {
 		for _, r := range m.Ranges {
@@ -333,6 +353,7 @@ func (c *sconn) mapped(ctx context.Context, seq uint64, m *wire.Map) {
 		}
 	}
 	c.s.give(spare)
+	c.s.srv.metrics.answered(wire.TypeMap, start)
 	if err := c.answer(func(b []byte) []byte { return all.Append(b, wire.Header{Type: wire.TypeMapped, Seq: seq}) }); err != nil {
 		for _, g := range all.Grants {
 			c.s.give([]uint64{g.ID})

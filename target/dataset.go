@@ -41,9 +41,13 @@ type data struct {
 
 	tree    atomic.Pointer[dataset.Tree]
 	packed  atomic.Pointer[packed]
-	changed atomic.Int64 // files that were found changed since the scan
+	changed atomic.Int64 // reads refused because a file had changed since the scan
 
 	scanning sync.Mutex // one scan at a time
+	packing  sync.Mutex // one encoding at a time
+
+	mu    sync.Mutex
+	named map[string]bool // guarded by mu: files of this generation that the log has named
 }
 
 // packed is the manifest as it goes over the wire.
@@ -65,7 +69,7 @@ func openDataset(ctx context.Context, cfg DatasetConfig, st *stateDir, p *pool, 
 	if err != nil {
 		return nil, fmt.Errorf("dataset export %s: %w", cfg.Name, err)
 	}
-	d := &data{cfg: cfg, log: log.With("export", cfg.Name), root: root, state: st, slots: make(chan struct{}, fillers)}
+	d := &data{cfg: cfg, log: log.With("export", cfg.Name), root: root, state: st, slots: make(chan struct{}, fillers), named: map[string]bool{}}
 	tree, err := dataset.Open(ctx, abs, st.treePath(cfg.Name), scan)
 	if err != nil {
 		root.Close()
@@ -90,11 +94,16 @@ func (d *data) rescan(ctx context.Context, opts dataset.ScanOptions) (bool, erro
 		return false, nil
 	}
 	d.tree.Store(next)
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.named = map[string]bool{}
 	return true, nil
 }
 
 // manifest is the encoded manifest, made once for each generation.
 func (d *data) manifest() (*packed, error) {
+	d.packing.Lock()
+	defer d.packing.Unlock()
 	t := d.tree.Load()
 	if p := d.packed.Load(); p != nil && p.tree == t {
 		return p, nil
@@ -229,18 +238,34 @@ func (d *data) unchanged(fd int, f *dataset.File) bool {
 		return true
 	}
 	d.changed.Add(1)
-	d.log.Warn("file changed since the scan: its data is refused until a rescan", "path", f.Path)
+	if d.first(f) {
+		d.log.Warn("file changed since the scan: its data is refused until a rescan", "path", f.Path)
+	}
 	return false
+}
+
+// first tells whether this is the first trouble with a file: later reads of it
+// would say the same again and again.
+func (d *data) first(f *dataset.File) bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	was := d.named[f.Path]
+	d.named[f.Path] = true
+	return !was
 }
 
 // failed logs why a file cannot be read and chooses the status.
 func (d *data) failed(f *dataset.File, err error) wire.Status {
 	if errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.ELOOP) || errors.Is(err, unix.EXDEV) {
 		d.changed.Add(1)
-		d.log.Warn("file vanished since the scan: its data is refused until a rescan", "path", f.Path)
+		if d.first(f) {
+			d.log.Warn("file vanished since the scan: its data is refused until a rescan", "path", f.Path)
+		}
 		return wire.StatusStale
 	}
-	d.log.Error("cannot read file", "path", f.Path, "err", err)
+	if d.first(f) {
+		d.log.Error("cannot read file", "path", f.Path, "err", err)
+	}
 	return wire.StatusIO
 }
 

@@ -86,7 +86,6 @@ func (s *Server) events(w http.ResponseWriter, r *http.Request) error {
 	}
 	defer s.hub.unsubscribe(ch)
 	rc := http.NewResponseController(w)
-	takeTime(w)
 	w.Header().Set("Content-Type", "text/event-stream")
 	w.Header().Set("Cache-Control", "no-store")
 	alive := time.NewTicker(s.opts.Keepalive)

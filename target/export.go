@@ -78,13 +78,20 @@ func (e *export) describe() wire.ExportInfo {
 	i := e.info()
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	i.Writer = e.writerLocked()
+	return i
+}
+
+// writerLocked names the holder of the claim: a session, or, within its grace,
+// the one that a previous run has left. Caller holds mu.
+func (e *export) writerLocked() *wire.Writer {
 	switch {
 	case e.writer != nil:
-		i.Writer = e.writer.holder()
+		return e.writer.holder()
 	case e.left != nil && time.Now().Before(e.grace):
-		i.Writer = &wire.Writer{Client: e.left.Client, Address: e.left.Address, AgeSecond: int64(time.Since(e.left.Since).Seconds())}
+		return &wire.Writer{Client: e.left.Client, Address: e.left.Address, AgeSecond: int64(time.Since(e.left.Since).Seconds())}
 	}
-	return i
+	return nil
 }
 
 // domain returns the protection domain for a device and mode, making it the

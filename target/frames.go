@@ -12,6 +12,7 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -32,7 +33,8 @@ const slabFrames = 16
 // A frame belongs to one export at a time, and is registered in that export's
 // domains alone, so that no key reaches another export's bytes.
 type pool struct {
-	mem []byte
+	mem    []byte
+	filled func(n int, start time.Time) // told of every read of a store; set once
 
 	mu      sync.Mutex
 	free    []*slab         // guarded by mu
@@ -57,10 +59,15 @@ type frame struct {
 	ext  *extent // guarded by owner.mu: what it holds
 }
 
+const slabSize = slabFrames * extentSize
+
+// slabsOf is how many slabs n bytes of frames are; with fewer than two, one
+// export could lock the other out.
+func slabsOf(n int64) int { return max(2, int((n+slabSize-1)/slabSize)) }
+
 // newPool maps and pins n bytes of frames.
-func newPool(n int64) (*pool, error) {
-	const slabSize = slabFrames * extentSize
-	slabs := max(2, int((n+slabSize-1)/slabSize))
+func newPool(n int64, filled func(n int, start time.Time)) (*pool, error) {
+	slabs := slabsOf(n)
 	mem, err := unix.Mmap(-1, 0, slabs*slabSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_ANONYMOUS)
 	if err != nil {
 		return nil, fmt.Errorf("frames: map %s: %w", size.Format(n), err)
@@ -70,7 +77,7 @@ func newPool(n int64) (*pool, error) {
 		unix.Munmap(mem)
 		return nil, fmt.Errorf("frames: %w, or use a smaller --frames", err)
 	}
-	p := &pool{mem: mem, total: slabs, stagers: map[*stager]int{}}
+	p := &pool{mem: mem, filled: filled, total: slabs, stagers: map[*stager]int{}}
 	for i := range slabs {
 		s := &slab{mem: mem[i*slabSize : (i+1)*slabSize : (i+1)*slabSize], regions: map[*domain]rdma.MemoryRegion{}}
 		for j := range slabFrames {
@@ -232,6 +239,9 @@ func (st *stager) wake() {
 }
 
 func (st *stager) wakeLocked() {
+	if st.queue.Len() == 0 {
+		return
+	}
 	close(st.changed)
 	st.changed = make(chan struct{})
 }
@@ -320,7 +330,7 @@ func (st *stager) load(ctx context.Context, e *extent, wait bool) error {
 		e.state = stateFilling
 		n := e.n
 		st.mu.Unlock()
-		bad = st.store.fill(ctx, e.index*extentSize, f.mem[:n])
+		bad = st.fill(ctx, e.index*extentSize, f.mem[:n])
 	}
 	st.mu.Lock()
 	defer st.mu.Unlock()
@@ -340,6 +350,12 @@ func (st *stager) load(ctx context.Context, e *extent, wait bool) error {
 	e.place = st.held.PushBack(e)
 	close(e.ready)
 	return nil
+}
+
+// fill is store.fill, timed.
+func (st *stager) fill(ctx context.Context, off int64, buf []byte) []badRange {
+	defer st.pool.filled(len(buf), time.Now())
+	return st.store.fill(ctx, off, buf)
 }
 
 // refresh reads what is missing in a pinned extent: ranges that failed for a
@@ -364,7 +380,7 @@ func (st *stager) refresh(ctx context.Context, e *extent) {
 			bad = append(bad, b)
 			continue
 		}
-		bad = append(bad, st.store.fill(ctx, b.off, e.frame.mem[b.off-base:][:b.n])...)
+		bad = append(bad, st.fill(ctx, b.off, e.frame.mem[b.off-base:][:b.n])...)
 	}
 	st.mu.Lock()
 	defer st.mu.Unlock()

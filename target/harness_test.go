@@ -60,7 +60,6 @@ func (w logWriter) Write(p []byte) (int, error) {
 type running struct {
 	*Server
 	t        testing.TB
-	opts     Options
 	provider rdma.Provider
 	stop     func() error // drains; its error is Serve's
 }
@@ -94,7 +93,7 @@ func start(t testing.TB, opts Options, add func(s *Server) error) *running {
 	if err := add(s); err != nil {
 		t.Fatal(err)
 	}
-	r := &running{Server: s, t: t, opts: opts, provider: p}
+	r := &running{Server: s, t: t, provider: p}
 	ctx, cancel := context.WithCancel(context.Background())
 	served := make(chan error, 1)
 	go func() { served <- s.Serve(ctx) }()
@@ -119,10 +118,6 @@ func start(t testing.TB, opts Options, add func(s *Server) error) *running {
 		}
 	})
 	return r
-}
-
-func (r *running) memory(name string, size int64) MemoryConfig {
-	return MemoryConfig{Name: name, Size: size}
 }
 
 // call sends a request to the control plane and decodes a good answer. The

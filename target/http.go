@@ -52,7 +52,7 @@ func (s *Server) newHTTP() *http.Server {
 		Handler: mux,
 		// A client that sends its request drop by drop is not waited for.
 		ReadHeaderTimeout: 10 * time.Second,
-		ReadTimeout:       30 * time.Second,
+		ReadTimeout:       s.opts.ReadTime,
 		IdleTimeout:       2 * time.Minute,
 		MaxHeaderBytes:    16 << 10,
 		ErrorLog:          slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
@@ -239,14 +239,20 @@ func (s *Server) Status() wire.TargetStatus {
 }
 
 func (s *Server) framesStatus() wire.FramesStatus {
-	fs := wire.FramesStatus{Size: int64(len(s.frames.mem))}
-	s.frames.mu.Lock()
-	fs.Free = len(s.frames.free) * slabFrames
-	stagers := make([]*stager, 0, len(s.frames.stagers))
-	for st := range s.frames.stagers {
+	s.mu.Lock()
+	p := s.frames
+	s.mu.Unlock()
+	if p == nil {
+		return wire.FramesStatus{}
+	}
+	fs := wire.FramesStatus{Size: int64(len(p.mem))}
+	p.mu.Lock()
+	fs.Free = len(p.free) * slabFrames
+	stagers := make([]*stager, 0, len(p.stagers))
+	for st := range p.stagers {
 		stagers = append(stagers, st)
 	}
-	s.frames.mu.Unlock()
+	p.mu.Unlock()
 	for _, st := range stagers {
 		st.counts(&fs)
 	}
@@ -287,18 +293,11 @@ type AdminRescan struct {
 	Changed bool `json:"changed"`
 }
 
-// takeTime lets a request last: the time to read it, which also ends its context
-// when it is over, no longer counts.
-func takeTime(w http.ResponseWriter) {
-	http.NewResponseController(w).SetReadDeadline(time.Time{}) // an error shows when the connection is used
-}
-
 func (s *Server) postExport(w http.ResponseWriter, r *http.Request) error {
 	var a AdminExport
 	if err := wire.DecodeJSON(r.Body, &a); err != nil {
 		return err
 	}
-	takeTime(w)
 	var err error
 	switch {
 	case a.Memory != nil && a.Dataset == nil:
@@ -324,7 +323,6 @@ func (s *Server) deleteExport(w http.ResponseWriter, r *http.Request) error {
 }
 
 func (s *Server) postRescan(w http.ResponseWriter, r *http.Request) error {
-	takeTime(w)
 	changed, err := s.Rescan(r.Context(), r.PathValue("name"))
 	if err != nil {
 		return err

@@ -3,8 +3,12 @@
 package target
 
 import (
+	"time"
+
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
+
+	"rblk/wire"
 )
 
 // metrics is what /metrics shows.
@@ -14,7 +18,30 @@ type metrics struct {
 	reopened       prometheus.Counter
 	refusedTokens  prometheus.Counter
 	protocolErrors prometheus.Counter
+	ops            *prometheus.CounterVec   // completions, by op and status
+	requests       *prometheus.HistogramVec // time to the answer, by message
+	fills          prometheus.Histogram
+	filled         prometheus.Counter
 }
+
+// messageNames are the metric labels of requests that may take time.
+var messageNames = map[wire.Type]string{
+	wire.TypeMap: "map", wire.TypeCommit: "commit", wire.TypeFlush: "flush", wire.TypeDiscard: "discard", wire.TypeZero: "zero", wire.TypeDrop: "drop",
+}
+
+// answered notes how long a request took.
+func (m *metrics) answered(typ wire.Type, start time.Time) {
+	m.requests.WithLabelValues(messageNames[typ]).Observe(time.Since(start).Seconds())
+}
+
+// fill notes a read of n bytes from a store.
+func (m *metrics) fill(n int, start time.Time) {
+	m.fills.Observe(time.Since(start).Seconds())
+	m.filled.Add(float64(n))
+}
+
+// latencies from 10 µs (memory) to 20 s (a disk that is asleep), in seconds.
+var latencies = prometheus.ExponentialBuckets(10e-6, 4, 11)
 
 func newMetrics(s *Server) *metrics {
 	counter := func(name, help string) prometheus.Counter {
@@ -27,7 +54,11 @@ func newMetrics(s *Server) *metrics {
 		refusedTokens:  counter("rblk_target_connect_tokens_refused_total", "Data connections refused for their token."),
 		protocolErrors: counter("rblk_target_protocol_errors_total", "Connections ended because the peer broke the protocol."),
 	}
-	m.registry.MustRegister(m.opened, m.reopened, m.refusedTokens, m.protocolErrors,
+	m.ops = prometheus.NewCounterVec(prometheus.CounterOpts{Name: "rblk_rdma_ops_total", Help: "Completions of the target's own requests: messages sent and received."}, []string{"op", "status"})
+	m.requests = prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "rblk_target_request_seconds", Help: "Time from a message to its answer.", Buckets: latencies}, []string{"message"})
+	m.fills = prometheus.NewHistogram(prometheus.HistogramOpts{Name: "rblk_target_fill_seconds", Help: "Time to read an extent from its store.", Buckets: latencies})
+	m.filled = counter("rblk_target_filled_bytes_total", "Bytes of extents read from stores.")
+	m.registry.MustRegister(m.ops, m.requests, m.fills, m.filled, m.opened, m.reopened, m.refusedTokens, m.protocolErrors,
 		prometheus.NewCounterFunc(prometheus.CounterOpts{Name: "rblk_target_revokes_total", Help: "REVOKE rounds."}, func() float64 { return float64(s.revokes.Load()) }),
 		&stateCollector{s}, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return m

@@ -22,6 +22,8 @@ import (
 	"syscall"
 	"time"
 
+	"golang.org/x/net/netutil"
+
 	"rblk/dataset"
 	"rblk/rdma"
 	"rblk/wire"
@@ -56,6 +58,7 @@ type Options struct {
 	Keepalive      time.Duration // what initiators are told; default 5 s
 	Dead           time.Duration // silence after which a connection is broken; default 15 s
 	Revoke         time.Duration // time to answer a REVOKE; default 5 s
+	ReadTime       time.Duration // for a control request to arrive; default 30 s
 
 	Scan   dataset.ScanOptions
 	Logger *slog.Logger // nil: discard
@@ -79,6 +82,7 @@ func (o *Options) defaults() {
 	def(&o.Keepalive, 5*time.Second)
 	def(&o.Dead, 15*time.Second)
 	def(&o.Revoke, 5*time.Second)
+	def(&o.ReadTime, 30*time.Second)
 	if o.MaxSessions <= 0 {
 		o.MaxSessions = 1024
 	}
@@ -114,7 +118,6 @@ type Server struct {
 	boot     string
 	verifier [16]byte
 	state    *stateDir
-	frames   *pool
 	metrics  *metrics
 	hub      *hub
 	security *security
@@ -124,6 +127,7 @@ type Server struct {
 	http    *http.Server
 
 	mu       sync.Mutex
+	frames   *pool               // guarded by mu: nil until a staged export is there
 	exports  map[string]*export  // guarded by mu
 	sessions map[string]*session // guarded by mu
 
@@ -169,14 +173,11 @@ func New(ctx context.Context, opts Options) (_ *Server, err error) {
 	if s.state, err = openState(ctx, opts.StateDir); err != nil {
 		return nil, err
 	}
-	if s.frames, err = newPool(opts.Frames); err != nil {
-		return nil, err
-	}
 	s.limits = wire.Limits{
 		MaxConnections: opts.MaxConnections, MaxMessage: wire.MaxMessage, Credits: credits, TargetCredits: targetCredits,
 		// A session may hold a quarter of the frames; the least is what one
 		// large request of each lane needs at once.
-		MaxGrants: max(64, s.frames.total*slabFrames/4), SendDepth: sendDepth, ReadDepth: readDepth,
+		MaxGrants: max(64, slabsOf(opts.Frames)*slabFrames/4), SendDepth: sendDepth, ReadDepth: readDepth,
 		KeepaliveMS: opts.Keepalive.Milliseconds(), DeadMS: opts.Dead.Milliseconds(), RevokeMS: opts.Revoke.Milliseconds(),
 	}
 	return s, s.listen(ctx)
@@ -220,6 +221,8 @@ func (s *Server) listenControl(ctx context.Context, addr string) (net.Listener, 
 		l.Close()
 		return nil, err
 	}
+	// Each session may keep an event stream open; the rest is for requests.
+	l = netutil.LimitListener(l, s.opts.MaxSessions+spareRequests)
 	if s.security.tls != nil {
 		l = tls.NewListener(l, s.security.tls)
 	}
@@ -261,6 +264,9 @@ func listenError(plane, addr, flag string, err error) error {
 	}
 	return fmt.Errorf("%s address %s: %w; choose another with %s", plane, addr, err, flag)
 }
+
+// spareRequests are control connections beyond one for each session.
+const spareRequests = 256
 
 // ControlAddrs are the addresses that were got.
 func (s *Server) ControlAddrs() []string {
@@ -311,8 +317,24 @@ func (s *Server) AddMemory(ctx context.Context, cfg MemoryConfig) error {
 // AddDataset scans a directory and adds it.
 func (s *Server) AddDataset(ctx context.Context, cfg DatasetConfig) error {
 	return s.add(cfg.Name, func() (content, error) {
-		return openDataset(ctx, cfg, s.state, s.frames, s.opts.Scan, s.log)
+		p, err := s.pool()
+		if err != nil {
+			return nil, err
+		}
+		return openDataset(ctx, cfg, s.state, p, s.opts.Scan, s.log)
 	})
+}
+
+// pool is the memory for staged extents, made for the first export that needs
+// it: who serves memory alone pins nothing else.
+func (s *Server) pool() (*pool, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var err error
+	if s.frames == nil {
+		s.frames, err = newPool(s.opts.Frames, s.metrics.fill)
+	}
+	return s.frames, err
 }
 
 func (s *Server) add(name string, open func() (content, error)) error {
@@ -618,26 +640,29 @@ func (s *Server) acceptOne(req rdma.ConnRequest) {
 			reason = wire.RejectVersion
 		}
 		log.Info("data connection refused", "reason", reason, "err", err)
-		req.Reject([]byte(reason))
+		reject(req, reason)
 		return
 	}
 	if s.draining.Load() {
-		req.Reject([]byte(wire.RejectDraining))
+		reject(req, wire.RejectDraining)
 		return
 	}
 	sum := sha256.Sum256(c.Token[:])
 	for _, x := range s.sessionList() {
-		if !x.admit(sum, int(c.Connection)) {
+		epoch := x.admit(sum, int(c.Connection))
+		if epoch == 0 {
 			continue
 		}
 		ctx, cancel := context.WithTimeout(s.ctx, s.opts.TokenTime)
 		defer cancel()
-		if err := x.accept(ctx, req, int(c.Connection)); err != nil {
+		err := x.accept(ctx, req, int(c.Connection), epoch)
+		x.arrived(int(c.Connection), epoch)
+		if err != nil {
 			log.Warn("data connection failed", "err", err)
 		}
 		return
 	}
 	s.metrics.refusedTokens.Inc()
 	log.Info("data connection refused", "reason", wire.RejectToken)
-	req.Reject([]byte(wire.RejectToken))
+	reject(req, wire.RejectToken)
 }

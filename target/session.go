@@ -48,6 +48,7 @@ type session struct {
 	open    bool               // guarded by mu: the epoch takes connections
 	tokens  map[[32]byte]token // guarded by mu: by sha256 of the token
 	conns   map[int]*sconn     // guarded by mu
+	coming  map[int]bool       // guarded by mu: connections whose token was taken, and that are not in conns yet
 	devices []rdma.Device      // guarded by mu: by device index
 	grants  map[uint64]*grant  // guarded by mu
 	nextID  uint64             // guarded by mu
@@ -96,6 +97,7 @@ func (s *session) begin(conns int) []wire.Token {
 	s.used, s.open = false, true
 	s.tokens = map[[32]byte]token{}
 	s.conns = map[int]*sconn{}
+	s.coming = map[int]bool{}
 	s.devices = nil
 	s.grants = map[uint64]*grant{}
 	s.seen = time.Now()
@@ -133,7 +135,7 @@ func (s *session) more(n int) ([]wire.Token, error) {
 	}
 	ts := []wire.Token{}
 	for i := 0; i < s.srv.limits.MaxConnections && len(ts) < n && len(s.tokens) < 2*s.srv.limits.MaxConnections; i++ {
-		if s.conns[i] == nil {
+		if s.conns[i] == nil && !s.coming[i] {
 			ts = append(ts, s.tokenLocked(i))
 		}
 	}
@@ -252,17 +254,28 @@ func (s *session) silent() bool {
 	return len(s.conns) == 0 && !s.seen.IsZero() && time.Since(s.seen) > s.srv.opts.ClaimTime
 }
 
-// admit takes a token for a connection of the epoch and reserves its place.
-func (s *session) admit(sum [32]byte, conn int) bool {
+// admit takes a token for a connection and reserves its place in the epoch that
+// it returns; 0: no.
+func (s *session) admit(sum [32]byte, conn int) (epoch uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	t, ok := s.tokens[sum]
-	if !ok || t.conn != conn || time.Now().After(t.expires) || !s.open || s.conns[conn] != nil {
-		return false
+	if !ok || t.conn != conn || time.Now().After(t.expires) || !s.open || s.conns[conn] != nil || s.coming[conn] {
+		return 0
 	}
 	delete(s.tokens, sum)
+	s.coming[conn] = true
 	s.used = true
-	return true
+	return s.epoch
+}
+
+// arrived ends what admit began, whatever came of it.
+func (s *session) arrived(conn int, epoch uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.epoch == epoch {
+		delete(s.coming, conn)
+	}
 }
 
 // deviceLocked is a device's index in the session, -1 beyond the limit. Caller
@@ -364,9 +377,7 @@ func (s *session) hold(st *stager, e *extent, id *uint64) wire.Status {
 	}
 	st.pinLocked(e)
 	e.holds[g] = struct{}{}
-	if st.queue.Len() > 0 {
-		st.wakeLocked() // there is something to revoke
-	}
+	st.wakeLocked() // there is something to revoke
 	return wire.StatusOK
 }
 

@@ -392,7 +392,7 @@ func TestClaimOutlivesRestart(t *testing.T) {
 	opts.GraceTime = time.Nanosecond
 	r = start(t, opts, oneMemory(1<<20))
 	back.Reopen.Epoch = 2
-	if reply, err = r.open(back); err != nil {
+	if _, err = r.open(back); err != nil {
 		t.Fatalf("the last writer, late, and nobody was there: %v", err)
 	}
 	r.stop()

@@ -47,6 +47,9 @@ type Client struct {
 	Program string `json:"program"`
 	PID     int    `json:"pid"`
 	Version string `json:"version"`
+	// Process names the process so that another one of its machine can tell
+	// whether it is alive: BOOT:PIDNS:PID:START. Empty: nothing can be told.
+	Process string `json:"process,omitempty"`
 }
 
 // Reopen identifies the session that is re-opened. The secret proves it.
@@ -153,6 +156,8 @@ type TokensReply struct {
 type Error struct {
 	Code    string `json:"code"`
 	Message string `json:"message"` // one line, names the mend
+	// Writer is who holds the claim, with CodeBusy.
+	Writer *Writer `json:"writer,omitempty"`
 }
 
 func (e *Error) Error() string { return e.Message }

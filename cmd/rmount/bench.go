@@ -74,7 +74,6 @@ func (b *benchOptions) command(ctx context.Context, w io.Writer, source string) 
 	if err != nil {
 		return usageError("--bs: " + err.Error())
 	}
-	writes := b.rw == "write" || b.rw == "randwrite"
 	switch {
 	case !slices.Contains([]string{"read", "write", "randread", "randwrite"}, b.rw):
 		return usageError(fmt.Sprintf("--rw %s: want read, write, randread or randwrite", b.rw))
@@ -82,11 +81,11 @@ func (b *benchOptions) command(ctx context.Context, w io.Writer, source string) 
 		return usageError(fmt.Sprintf("--depth %d: want 1 to 1024", b.depth))
 	case b.time <= 0:
 		return usageError("--time: want a time such as 5s")
-	case writes && !b.destroy:
+	case b.writes() && !b.destroy:
 		return usageError(fmt.Sprintf("--rw %s overwrites the export's content: say --destroy-data if that is meant", b.rw))
 	}
 	access := wire.AccessRead
-	if writes {
+	if b.writes() {
 		access = wire.AccessWrite
 	}
 	c, err := dial(ctx, src, access)
@@ -105,6 +104,8 @@ func (b *benchOptions) command(ctx context.Context, w io.Writer, source string) 
 	return nil
 }
 
+func (b *benchOptions) writes() bool { return b.rw == "write" || b.rw == "randwrite" }
+
 // worker keeps one operation in flight.
 type worker struct {
 	latency []time.Duration
@@ -116,6 +117,9 @@ func (b *benchOptions) measure(ctx context.Context, v *initiator.Volume, bs int6
 	blocks := g.Size / max(1, bs)
 	if bs < 1 || bs > int64(v.MaxTransfer()) || blocks < 1 {
 		return nil, fmt.Errorf("--bs %s: want 1 to %s, and no more than the export has", b.bs, size.Format(int64(v.MaxTransfer())))
+	}
+	if b.writes() && bs%g.BlockSize != 0 {
+		return nil, fmt.Errorf("--bs %s: want a multiple of the export's block, %s", b.bs, size.Format(g.BlockSize))
 	}
 	a, err := v.NewArena(bs * int64(b.depth))
 	if err != nil {
@@ -137,7 +141,7 @@ func (b *benchOptions) measure(ctx context.Context, v *initiator.Volume, bs int6
 
 func (w *worker) run(ctx context.Context, v *initiator.Volume, b *benchOptions, mem []byte, blocks int64, index int) {
 	op := &volume.Op{Kind: volume.OpRead, Mem: mem, Done: func(*volume.Op) {}}
-	if b.rw == "write" || b.rw == "randwrite" {
+	if b.writes() {
 		op.Kind, op.Lane = volume.OpWrite, volume.LaneWrite
 	}
 	random := b.rw == "randread" || b.rw == "randwrite"

@@ -124,8 +124,8 @@ func (s *statusServer) run() {
 			return
 		}
 		if err != nil {
-			s.log.Warn("status socket", "err", err)
-			continue
+			s.log.Error("the status socket is lost; the mount goes on", "err", err)
+			return
 		}
 		// One at a time: an answer is small, and its time is bounded.
 		conn.SetDeadline(time.Now().Add(statusTime))

@@ -8,13 +8,10 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"path/filepath"
 
 	"github.com/cespare/xxhash/v2"
 	"github.com/spf13/cobra"
-	"golang.org/x/sys/unix"
 
-	"rblk/dataset"
 	"rblk/initiator"
 	"rblk/internal/size"
 	"rblk/volume"
@@ -52,7 +49,9 @@ func get(ctx context.Context, src initiator.Source, path string) (err error) {
 	if src.Path != "" {
 		return fmt.Errorf("%s: export %s is no dataset, so there is no /%s in it", src, src.Export, src.Path)
 	}
-	t, err := newTransfer(c.vol, g.Size, "get")
+	bar := progress(g.Size, "get")
+	defer bar.Close()
+	t, err := newTransfer(c.vol, bar)
 	if err != nil {
 		return err
 	}
@@ -113,117 +112,6 @@ func allZero(p []byte) bool {
 	return true
 }
 
-// tree copies a dataset.
-type treeCopy struct {
-	m     *dataset.Manifest
-	t     *transfer
-	done  map[dataset.NodeID]string // files with several names that are there already
-	chown bool
-	dirs  []func() error // what is set last: a directory's mode and times
-}
-
-// getTree copies the node that src.Path names to path, which must not exist.
-func getTree(ctx context.Context, v *initiator.Volume, src initiator.Source, path string) error {
-	m, err := v.Manifest(ctx)
-	if err != nil {
-		return err
-	}
-	n, ok := m.Resolve(src.Path)
-	if !ok {
-		return fmt.Errorf("%s: there is no such path in the dataset", src)
-	}
-	if _, err := os.Lstat(path); err == nil {
-		return fmt.Errorf("%s exists: choose another name", path)
-	}
-	a, _ := m.Attr(n)
-	total := m.VolumeSize()
-	if a.Mode&unix.S_IFMT == unix.S_IFREG {
-		total = int64(a.Size)
-	}
-	t, err := newTransfer(v, total, "get")
-	if err != nil {
-		return err
-	}
-	defer t.close()
-	c := &treeCopy{m: m, t: t, done: map[dataset.NodeID]string{}, chown: os.Geteuid() == 0}
-	if err := c.node(ctx, n, path); err != nil {
-		return err
-	}
-	for i := len(c.dirs) - 1; i >= 0; i-- {
-		if err := c.dirs[i](); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// node copies one node, and what is below it.
-func (c *treeCopy) node(ctx context.Context, n dataset.NodeID, path string) error {
-	a, _ := c.m.Attr(n)
-	switch a.Mode & unix.S_IFMT {
-	case unix.S_IFDIR:
-		if err := os.Mkdir(path, 0o700); err != nil {
-			return err
-		}
-		c.dirs = append(c.dirs, func() error { return c.dress(n, a, path) })
-		for i := range c.m.NumEntries(n) {
-			name, child := c.m.Entry(n, i)
-			if err := c.node(ctx, child, filepath.Join(path, name)); err != nil {
-				return err
-			}
-		}
-		return nil
-	case unix.S_IFLNK:
-		target, _ := c.m.Readlink(n)
-		if err := os.Symlink(target, path); err != nil {
-			return err
-		}
-		return c.dress(n, a, path)
-	}
-	if first := c.done[n]; first != "" {
-		return os.Link(first, path)
-	}
-	if a.Nlink > 1 {
-		c.done[n] = path
-	}
-	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
-	if err != nil {
-		return err
-	}
-	err = errors.Join(c.t.copyTo(ctx, f, int64(a.Offset), int64(a.Size)), f.Close())
-	if err != nil {
-		os.Remove(path)
-		return fmt.Errorf("%s: %w", path, err)
-	}
-	return c.dress(n, a, path)
-}
-
-// dress gives a copy its attributes, owner, mode and time, in that order: each
-// may undo an earlier one's effect on the next.
-func (c *treeCopy) dress(n dataset.NodeID, a dataset.Attr, path string) error {
-	for _, name := range c.m.ListXattr(n) {
-		v, _ := c.m.Xattr(n, name)
-		if err := unix.Lsetxattr(path, name, v, 0); err != nil && !errors.Is(err, unix.ENOTSUP) {
-			return &os.PathError{Op: "setxattr", Path: path, Err: err}
-		}
-	}
-	if c.chown {
-		if err := os.Lchown(path, int(a.UID), int(a.GID)); err != nil {
-			return err
-		}
-	}
-	if a.Mode&unix.S_IFMT != unix.S_IFLNK {
-		if err := unix.Chmod(path, a.Mode&0o7777); err != nil {
-			return &os.PathError{Op: "chmod", Path: path, Err: err}
-		}
-	}
-	ts := []unix.Timespec{{Nsec: unix.UTIME_NOW}, {Sec: a.MtimeSec, Nsec: int64(a.MtimeNsec)}}
-	if err := unix.UtimesNanoAt(unix.AT_FDCWD, path, ts, unix.AT_SYMLINK_NOFOLLOW); err != nil {
-		return &os.PathError{Op: "utimes", Path: path, Err: err}
-	}
-	return nil
-}
-
 func newPutCommand() *cobra.Command {
 	var opts []string
 	var verify bool
@@ -270,7 +158,9 @@ func put(ctx context.Context, path string, src initiator.Source, verify bool) (e
 	if verify {
 		total *= 2
 	}
-	t, err := newTransfer(c.vol, total, "put")
+	bar := progress(total, "put")
+	defer bar.Close()
+	t, err := newTransfer(c.vol, bar)
 	if err != nil {
 		return err
 	}

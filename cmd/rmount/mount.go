@@ -143,10 +143,10 @@ func parseMount(source string, lists []string) (initiator.Source, mountOptions, 
 }
 
 func (m *mounter) run(ctx context.Context) error {
-	if err := fuse.PreparePoint(ctx, m.dir, m.opts.nonEmpty); err != nil {
+	var err error
+	if _, err = fuse.PreparePoint(ctx, m.dir, m.opts.nonEmpty); err != nil {
 		return err
 	}
-	var err error
 	if m.providers, err = openProviders(m.src.Transport, m.log); err != nil {
 		return err
 	}
@@ -214,7 +214,9 @@ func (m *mounter) open(ctx context.Context, src initiator.Source) (*fuse.Export,
 	if size < 0 {
 		size = cache.SizeNone
 	}
-	c, err := cache.New(v, cache.Options{Size: size, Readahead: cache.Readahead(src.Readahead), Logger: m.log})
+	c, err := cache.New(v, cache.Options{
+		Size: size, Readahead: cache.Readahead(src.Readahead), Dir: src.CacheDir, DiskSize: src.CacheDisk, Logger: m.log,
+	})
 	if err != nil {
 		v.Close()
 		return nil, err
@@ -281,13 +283,13 @@ func newDirectory(m *mounter) (*directory, error) {
 
 const listTime = 30 * time.Second
 
-func (d *directory) List(ctx context.Context) ([]string, error) {
+func (d *directory) List(ctx context.Context) ([]fuse.Listed, error) {
 	list, err := d.control.Exports(ctx)
-	var names []string
+	var listed []fuse.Listed
 	for _, e := range list {
-		names = append(names, e.Name)
+		listed = append(listed, fuse.Listed{Name: e.Name, Dataset: e.Kind == string(volume.KindDataset)})
 	}
-	return names, err
+	return listed, err
 }
 
 func (d *directory) Open(ctx context.Context, name string) (*fuse.Export, error) {

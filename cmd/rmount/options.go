@@ -46,9 +46,9 @@ var mountOptionTable = map[string]struct {
 	"log":         {ours, true},
 	"log-level":   {ours, true},
 
-	"ro": {session, false}, "rw": {session, false}, "force": {session, false},
+	"ro": {session, false}, "rw": {session, false}, "shared": {session, false}, "force": {session, false},
 	"transport": {session, true}, "connections": {session, true},
-	"cache": {session, true}, "readahead": {session, true},
+	"cache": {session, true}, "readahead": {session, true}, "cache-dir": {session, true}, "cache-disk": {session, true},
 	"hard": {session, false}, "soft": {session, true},
 	"tls-ca": {session, true}, "tls-cert": {session, true}, "tls-key": {session, true},
 	"token-file": {session, true}, "insecure": {session, false},
@@ -112,11 +112,13 @@ func (o *mountOptions) set(opt string) error {
 	return nil
 }
 
-// setSession keeps the later of two that exclude each other.
+// setSession keeps the latest of those that exclude each other.
 func (o *mountOptions) setSession(name, value string) {
-	for _, pair := range [][2]string{{"ro", "rw"}, {"hard", "soft"}} {
-		if i := slices.Index(pair[:], name); i >= 0 {
-			delete(o.source, pair[1-i])
+	for _, rivals := range [][]string{{"ro", "rw", "shared"}, {"hard", "soft"}} {
+		if slices.Contains(rivals, name) {
+			for _, r := range rivals {
+				delete(o.source, r)
+			}
 		}
 	}
 	o.source[name] = value

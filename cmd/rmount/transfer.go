@@ -31,27 +31,28 @@ type transfer struct {
 	bar   *progressbar.ProgressBar
 }
 
-func newTransfer(v *initiator.Volume, total int64, what string) (*transfer, error) {
+// progress is a bar on a terminal, and nothing elsewhere.
+func progress(total int64, what string) *progressbar.ProgressBar {
+	if terminal() {
+		return progressbar.DefaultBytes(total, what)
+	}
+	return progressbar.DefaultBytesSilent(total, what)
+}
+
+// newTransfer shows how far it is on bar, which stays the caller's.
+func newTransfer(v *initiator.Volume, bar *progressbar.ProgressBar) (*transfer, error) {
 	a, err := v.NewArena(chunk * window)
 	if err != nil {
 		return nil, err
 	}
-	t := &transfer{vol: v, arena: a, free: make(chan int, window)}
+	t := &transfer{vol: v, arena: a, free: make(chan int, window), bar: bar}
 	for i := range window {
 		t.free <- i
-	}
-	if terminal() {
-		t.bar = progressbar.DefaultBytes(total, what)
-	} else {
-		t.bar = progressbar.DefaultBytesSilent(total, what)
 	}
 	return t, nil
 }
 
-func (t *transfer) close() {
-	t.bar.Close()
-	t.arena.Close()
-}
+func (t *transfer) close() { t.arena.Close() }
 
 func (t *transfer) chunk(i, n int) []byte { return t.arena.Bytes()[i*chunk : i*chunk+n] }
 
@@ -130,7 +131,12 @@ func (t *transfer) write(ctx context.Context, off, n int64, source io.Reader) er
 			}
 			return err
 		}
-		op := &volume.Op{Kind: volume.OpWrite, Lane: volume.LaneWrite, Offset: off, Mem: buf, Done: func(*volume.Op) {}}
+		mem, err := t.whole(ctx, slot, len(buf), off)
+		if err != nil {
+			t.free <- slot
+			return err
+		}
+		op := &volume.Op{Kind: volume.OpWrite, Lane: volume.LaneWrite, Offset: off, Mem: mem, Done: func(*volume.Op) {}}
 		t.vol.Submit([]*volume.Op{op})
 		queue = append(queue, flight{op, slot})
 		off += int64(len(buf))
@@ -141,6 +147,26 @@ func (t *transfer) write(ctx context.Context, off, n int64, source io.Reader) er
 		}
 	}
 	return t.vol.Flush(ctx)
+}
+
+// whole completes the n bytes in a chunk to whole blocks of the volume, with
+// what the last block holds behind them.
+func (t *transfer) whole(ctx context.Context, slot, n int, off int64) ([]byte, error) {
+	bs := int(t.vol.Geometry().BlockSize)
+	rest := n % bs
+	if rest == 0 {
+		return t.chunk(slot, n), nil
+	}
+	mem := t.chunk(slot, n-rest+bs)
+	head := append([]byte(nil), mem[n-rest:n]...)
+	op := &volume.Op{Kind: volume.OpRead, Offset: off + int64(n-rest), Mem: mem[n-rest:], Done: func(*volume.Op) {}}
+	t.vol.Submit([]*volume.Op{op})
+	// Not ctx: the memory is the network's until the operation ends.
+	if err := t.vol.Await(context.WithoutCancel(ctx), op); err != nil {
+		return nil, err
+	}
+	copy(mem[n-rest:], head)
+	return mem, nil
 }
 
 // verify reads [0, n) back and compares its checksum.

@@ -87,6 +87,9 @@ func testRefusals(r *rig) {
 		}},
 	}
 	for _, tt := range cases {
+		if r.pair.Siw && (tt.name == "read without remote read" || tt.name == "read of local memory") {
+			continue
+		}
 		l := r.connect(linkOptions{})
 		at := tt.at(l)
 		fill(l.a.mem, 1)
@@ -102,11 +105,11 @@ func testRefusals(r *rig) {
 			behind,
 			l.a.readWR(4, l.b, 0, 0, 5000),
 		)
-		l.a.expect(1)
 		if r.pair.IWARP {
 			l.endsUntouched(tt.name, before)
 			continue
 		}
+		l.a.expect(1)
 		c := l.a.next()
 		if c.ID != 2 || c.Status == rdma.StatusOK || c.Status != rdma.StatusRemoteAccess && !r.pair.LooseStatus {
 			l.Fatalf("%s: completion %d %v, want 2 %v", tt.name, c.ID, c.Status, rdma.StatusRemoteAccess)
@@ -123,10 +126,19 @@ func testRefusals(r *rig) {
 	}
 }
 
-// endsUntouched: on iWARP the WRITEs may have succeeded as far as TCP knows, but
-// the READ behind them has not, and nothing has changed.
+// endsUntouched: on iWARP the WRITEs may have succeeded as far as TCP knows, and
+// a READ under way may have been lost with the connection; but the READ behind
+// the culprit fails, and nothing has changed.
 func (l *link) endsUntouched(name string, before []byte) {
 	l.Helper()
+	if l.pair.Siw {
+		// Its terminate message may be stuck until there is more to send.
+		select {
+		case <-l.a.conn.Done():
+		case <-time.After(time.Second):
+			l.a.conn.Disconnect()
+		}
+	}
 	for _, c := range l.a.rest() {
 		if c.ID == 4 && c.Status == rdma.StatusOK {
 			l.Fatalf("%s: the READ behind it succeeded", name)

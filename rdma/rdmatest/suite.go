@@ -54,8 +54,9 @@ type Pair struct {
 	IWARP bool
 
 	// Siw: the device is Linux's software iWARP, whose defects (docs/rdma.md)
-	// the suite steps around: requests of several segments, or small ones that
-	// cross a page, may carry wrong bytes, and Deregister does not wait for a
+	// the suite steps around: any key of the right domain may be READ with,
+	// small requests that cross a page carry wrong bytes, a refusal may not be
+	// sent until there is more to send, and Deregister does not wait for a
 	// packet that is being placed.
 	Siw bool
 

@@ -21,8 +21,19 @@ import (
 // test/vm/guest set it. Both ends of the tests' connections are there.
 const addrEnv = "RBLK_VERBS_ADDR"
 
-// patience is for emulated machines, where a second of work may take twenty.
-const patience = 120 * time.Second
+// patience bounds one wait. The default is for emulated machines, where a second
+// of work may take twenty; RBLK_VERBS_PATIENCE is for hunting a hang.
+func patience(t testing.TB) time.Duration {
+	text := os.Getenv("RBLK_VERBS_PATIENCE")
+	if text == "" {
+		return 60 * time.Second
+	}
+	d, err := time.ParseDuration(text)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return d
+}
 
 func testAddr(t testing.TB) string {
 	t.Helper()
@@ -64,7 +75,7 @@ func TestConformance(t *testing.T) {
 		return rdmatest.Pair{
 			Passive: p, Active: newProvider(t),
 			Listen:      net.JoinHostPort(addr, "0"),
-			Patience:    patience,
+			Patience:    patience(t),
 			BigRegion:   os.Getenv("RBLK_VERBS_BIG") != "",
 			LooseStatus: iwarp || strings.HasSuffix(t.Name(), "/ReceiveTooSmall"), // rxe calls it an operation error
 			IWARP:       iwarp,

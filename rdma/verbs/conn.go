@@ -68,10 +68,12 @@ type conn struct {
 	err     atomic.Pointer[error] // why it is dead
 
 	// life guards the death of the connection and of its queue pair. Order of
-	// locks: life, send.mu, recv.mu.
+	// locks: poll.mu, life, send.mu, recv.mu.
 	life    sync.Mutex
 	flushBy time.Time // set once, before done is closed
-	closed  bool      // Close has run; guarded by life
+
+	closeMu sync.Mutex // held by Close
+	closed  bool       // Close has run; guarded by closeMu
 
 	send sendQueue
 	recv recvQueue
@@ -334,6 +336,9 @@ func (c *conn) Err() error {
 // die ends the connection once: the queue pair goes to the error state, which
 // makes the adapter flush what is outstanding, the peer is told, waiters wake.
 func (c *conn) die(cause error) {
+	if c.err.Load() != nil {
+		return
+	}
 	c.life.Lock()
 	defer c.life.Unlock()
 	if c.err.Load() != nil {
@@ -370,14 +375,14 @@ func (c *conn) Disconnect() { c.die(rdma.ErrDisconnected) }
 
 // Close destroys the connection, in the order of the package documentation.
 func (c *conn) Close() error {
-	c.closing.Store(true)
-	c.die(rdma.ErrDisconnected)
-	c.life.Lock()
-	defer c.life.Unlock()
+	c.closeMu.Lock()
+	defer c.closeMu.Unlock()
 	if c.closed {
 		return nil
 	}
-	if err := c.destroyQPLocked(); err != nil {
+	c.closing.Store(true)
+	c.die(rdma.ErrDisconnected)
+	if err := c.destroyQP(); err != nil {
 		return err // the adapter may still hold buffers
 	}
 	c.closed = true
@@ -391,9 +396,11 @@ func (c *conn) Close() error {
 	return err
 }
 
-// destroyQPLocked destroys the queue pair: afterwards the adapter touches no
-// buffer of the connection. The caller holds life.
-func (c *conn) destroyQPLocked() error {
+// destroyQP destroys the queue pair: afterwards the adapter touches no buffer of
+// the connection.
+func (c *conn) destroyQP() error {
+	c.life.Lock()
+	defer c.life.Unlock()
 	c.send.mu.Lock()
 	defer c.send.mu.Unlock()
 	c.recv.mu.Lock()

@@ -105,6 +105,9 @@ func (d *device) learn() error {
 		MaxReadDepth:  int(min(a.max_qp_rd_atom, a.max_qp_init_rd_atom)),
 		MaxInlineData: d.probeInline(),
 	}
+	if rd := int(a.max_sge_rd); rd > 0 { // iWARP: 1
+		d.info.MaxSegments = min(d.info.MaxSegments, rd)
+	}
 	if d.info.MaxRegion == 0 {
 		d.info.MaxRegion = math.MaxInt64
 	}

@@ -8,6 +8,7 @@ import (
 	"context"
 	"errors"
 	"os"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -18,8 +19,9 @@ import (
 // poller: a goroutine that waits on it holds no thread. It owns a duplicate of
 // the descriptor, because the library closes its own.
 type eventFD struct {
-	file *os.File
-	raw  syscall.RawConn
+	file   *os.File
+	raw    syscall.RawConn
+	closed atomic.Bool
 }
 
 // newEventFD makes fd non-blocking and registers it.
@@ -44,7 +46,13 @@ func newEventFD(fd int, name string) (*eventFD, error) {
 // wait calls try until it returns true, sleeping between calls until the
 // descriptor is readable. It returns early with os.ErrDeadlineExceeded after a
 // kick, which stays in force until rearm, and with os.ErrClosed after close.
-func (e *eventFD) wait(try func(fd uintptr) bool) error { return e.raw.Read(try) }
+func (e *eventFD) wait(try func(fd uintptr) bool) error {
+	err := e.raw.Read(try)
+	if err != nil && e.closed.Load() {
+		return os.ErrClosed // package os has an error of its own for it
+	}
+	return err
+}
 
 // kick makes a wait under way, or else the next one, return.
 func (e *eventFD) kick() { e.file.SetReadDeadline(time.Unix(1, 0)) }
@@ -64,7 +72,10 @@ func (e *eventFD) kickWhenDone(ctx context.Context) (stop func() bool) {
 	return context.AfterFunc(ctx, e.kick)
 }
 
-func (e *eventFD) close() { e.file.Close() }
+func (e *eventFD) close() {
+	e.closed.Store(true)
+	e.file.Close()
+}
 
 // kicked tells whether wait ended for a kick.
 func kicked(err error) bool { return errors.Is(err, os.ErrDeadlineExceeded) }

@@ -196,13 +196,27 @@ func newRequest(p *provider, id *cmID, e cmEvent) (*request, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := p.hold(&p.live.requests); err != nil {
-		return nil, err
-	}
 	r := &request{p: p, id: id, dev: dev, private: clip(e.private, rdma.MaxPrivateData), local: tcpAddr(id.local()), remote: tcpAddr(id.peer())}
 	r.depth.responder, r.depth.initiator = e.responderResources, e.initiatorDepth
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.closed {
+		return nil, net.ErrClosed
+	}
+	p.live.requests++
+	p.requests[r] = struct{}{}
 	r.timer = time.AfterFunc(p.requestLife, func() { r.Reject(nil) })
 	return r, nil
+}
+
+// gone uncounts a request whose id is another's, or destroyed.
+func (r *request) gone() {
+	r.p.mu.Lock()
+	defer r.p.mu.Unlock()
+	delete(r.p.requests, r)
+	if r.p.live.requests--; r.p.live.requests == 0 {
+		r.p.noRequest.Broadcast()
+	}
 }
 
 func clip(b []byte, n int) []byte { return b[:min(len(b), n)] }
@@ -242,7 +256,7 @@ func (r *request) Reject(reason []byte) error {
 	}
 	rc, errno := C.rdma_reject(r.id.id, unsafe.Pointer(unsafe.SliceData(reason)), C.uint8_t(len(reason)))
 	r.id.destroy()
-	r.p.release(&r.p.live.requests)
+	r.gone()
 	return errnoFromCM("rdma_reject", int(rc), errno)
 }
 
@@ -257,7 +271,7 @@ func (r *request) Accept(ctx context.Context, pd rdma.ProtectionDomain, opts rdm
 	if err := r.end(); err != nil {
 		return nil, err
 	}
-	defer r.p.release(&r.p.live.requests)
+	defer r.gone()
 	c, err := newConn(r.id, r.dev, dom, opts)
 	if err != nil {
 		C.rdma_reject(r.id.id, nil, 0)

@@ -179,19 +179,12 @@ func (c *conn) inTurn(wc []rdma.Completion) int {
 // it has been silent for flushGrace, the queue pair is destroyed, and what is
 // then still outstanding is reported as flushed.
 func (c *conn) settle(wc []rdma.Completion) (int, error) {
-	c.life.Lock()
-	defer c.life.Unlock()
-	if c.closed || c.closing.Load() {
-		return 0, closedErr
+	<-c.done // flushBy is set
+	if time.Now().Before(c.flushBy) {
+		return 0, nil
 	}
-	if c.send.qp != nil {
-		if time.Now().Before(c.flushBy) {
-			return 0, nil
-		}
-		if err := c.destroyQPLocked(); err != nil {
-			return 0, err
-		}
-		c.p.log.Debug("RDMA queue pair did not flush; destroyed", "device", c.dev.name, "outstanding", c.outstanding())
+	if err := c.destroyQP(); err != nil {
+		return 0, err
 	}
 	// What was reported up to the queue pair's end comes first.
 	if n := c.harvest(wc); n > 0 {
@@ -199,6 +192,7 @@ func (c *conn) settle(wc []rdma.Completion) (int, error) {
 	}
 	n := c.send.ring.flush(wc)
 	n += c.recv.ring.flush(wc[n:])
+	c.p.log.Debug("the adapter did not flush; done in its place", "device", c.dev.name, "requests", n)
 	return n, nil
 }
 

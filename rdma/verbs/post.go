@@ -194,7 +194,8 @@ func (q *sendQueue) flags(wr *rdma.WorkRequest) C.uint32_t {
 		f |= C.IBV_SEND_SIGNALED
 		q.quiet = 0
 	}
-	if wr.Flags&rdma.WRFence != 0 {
+	// siw refuses a fence on a READ, and needs none: READs are answered in order.
+	if wr.Flags&rdma.WRFence != 0 && !(q.reportAll && wr.Op == rdma.OpRead) {
 		f |= C.IBV_SEND_FENCE
 	}
 	if wr.Flags&rdma.WRInline != 0 {

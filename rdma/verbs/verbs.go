@@ -44,6 +44,9 @@ type provider struct {
 	retired []*device          // removed, or replaced by a new one of that name; guarded by mu
 	cm      *cmChannel         // made at first need; guarded by mu
 	live    counts             // guarded by mu
+
+	requests  map[*request]struct{} // not yet answered; guarded by mu
+	noRequest sync.Cond             // live.requests has become 0; with mu
 }
 
 // counts is how many objects of each kind are alive; the suite demands zero.
@@ -51,7 +54,12 @@ type counts struct {
 	listeners, routes, requests, domains, regions, shared, conns int
 }
 
-func (c counts) zero() bool { return c == counts{} }
+// busy tells whether something is alive that Close may not end by itself.
+// Requests it may: it rejects them.
+func (c counts) busy() bool {
+	c.requests = 0
+	return c != counts{}
+}
 
 // Live counts what is alive, by noun; the conformance suite looks at it.
 func (p *provider) Live() map[string]int {
@@ -79,7 +87,9 @@ func New(opts Options) (rdma.Provider, error) {
 		return nil, fmt.Errorf("verbs: path MTU %d: must be 256, 512, 1024, 2048 or 4096", mtu)
 	}
 	opts = opts.withDefaults()
-	return &provider{opts: opts, log: opts.Logger, requestLife: defaultRequestLife, devices: map[string]*device{}}, nil
+	p := &provider{opts: opts, log: opts.Logger, requestLife: defaultRequestLife, devices: map[string]*device{}, requests: map[*request]struct{}{}}
+	p.noRequest.L = &p.mu
+	return p, nil
 }
 
 func (p *provider) Name() string { return "verbs" }
@@ -219,12 +229,13 @@ func (p *provider) Close() error {
 		p.mu.Unlock()
 		return nil
 	}
-	if !p.live.zero() {
+	if p.live.busy() {
 		err := fmt.Errorf("verbs: close: %w: %+v", rdma.ErrBusy, p.live)
 		p.mu.Unlock()
 		return err
 	}
 	p.closed = true
+	p.rejectAllLocked()
 	devices := p.retired
 	for _, d := range p.devices {
 		devices = append(devices, d)
@@ -240,6 +251,17 @@ func (p *provider) Close() error {
 		errs = append(errs, d.close())
 	}
 	return errors.Join(errs...)
+}
+
+// rejectAllLocked ends the requests that nobody has answered, and waits for
+// those whose answer is under way.
+func (p *provider) rejectAllLocked() {
+	for r := range p.requests {
+		go r.Reject(nil)
+	}
+	for p.live.requests > 0 {
+		p.noRequest.Wait()
+	}
 }
 
 // event reports an asynchronous event to log and metrics.

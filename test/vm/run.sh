@@ -50,7 +50,7 @@ for n in "${names[@]}"; do
   mkdir -p "$logs/$n"
   echo "=== vm $n"
   "$here/boot.sh" -t "${t:-300}" -m "${m:-2048}" -s "$stage" -l "$logs/$n" \
-    "export RBLK_NO_SKIP=1 STAGE=/mnt/host; . ./test-$n.sh" 2>&1 | tee "$logs/$n/output" || rc=${PIPESTATUS[0]}
+    "${RBLK_VM_ENV:-} export RBLK_NO_SKIP=1 STAGE=/mnt/host; . ./test-$n.sh" 2>&1 | tee "$logs/$n/output" || rc=${PIPESTATUS[0]}
   if grep -qE -- '--- SKIP|no tests to run|^guest kernel:' "$logs/$n/output"; then
     echo "vm $n: a test was skipped, none ran, or the guest's kernel complained" >&2
     [ "$rc" -ne 0 ] || rc=1

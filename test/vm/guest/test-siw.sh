@@ -4,4 +4,4 @@
 . ./lib.sh
 one siw
 export RBLK_VERBS_ADDR=10.9.0.1
-gotest rdma-verbs -test.run '^TestConformance$' -test.count=5 -test.timeout 220s
+gotest rdma-verbs -test.run '^TestConformance$' -test.count=${COUNT:-5} -test.timeout 220s ${ARGS:-}
