@@ -39,6 +39,10 @@ type readahead struct {
 	mu  sync.Mutex
 	det detector
 
+	files    Files              // nil: no hint
+	expected map[int64]struct{} // starts of files that are next in order
+	order    int                // how often they were read next, lately
+
 	pump pump
 }
 
@@ -57,8 +61,12 @@ func (r *readahead) touched(st *stream, off int64, n int, stalled bool) {
 		return
 	}
 	var want8 [8]span64
+	want := want8[:0]
 	r.mu.Lock()
-	want := r.progress(want8[:0], st, off, int64(n), stalled)
+	if st != nil {
+		want = r.progress(want, st, off, int64(n), stalled)
+	}
+	want = r.opened(want, off, int64(n))
 	r.mu.Unlock()
 	r.issue(want)
 }
@@ -79,6 +87,7 @@ func (r *readahead) missed(off int64, n int) {
 			want = r.progress(want, st, off, int64(n), true)
 		}
 	}
+	want = r.opened(want, off, int64(n))
 	r.mu.Unlock()
 	r.issue(want)
 }

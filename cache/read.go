@@ -30,7 +30,7 @@ func (v *Volume) Read(ctx context.Context, off int64, n int) (*View, error) {
 	p := plan{w: w}
 	p.pin()
 	if !p.lacking {
-		if p.touched != nil {
+		if p.foreseen {
 			v.ahead.touched(p.touched, off, n, false)
 		}
 		w.build()
@@ -93,11 +93,12 @@ func (w *View) abandon() { w.Release() }
 
 // plan is a Read under way.
 type plan struct {
-	w       *View
-	lacking bool      // some pages are not valid
-	claims  []segment // pages to fetch, marked pending in our name
-	touched *stream   // whose read-ahead pages were read for the first time
-	stalled *stream   // whose read-ahead pages are still under way
+	w        *View
+	lacking  bool      // some pages are not valid
+	claims   []segment // pages to fetch, marked pending in our name
+	foreseen bool      // some pages had been read ahead and not been read
+	stalls   bool      // and some of them are still under way
+	touched  *stream   // whose read-ahead pages were read for the first time
 }
 
 // segment is pages of a block.
@@ -119,10 +120,10 @@ func (p *plan) pin() {
 		w.blocks = append(w.blocks, b)
 		s.served += uint64(hi - lo)
 		if b.marked {
-			b.marked, p.touched = false, b.stream
+			b.marked, p.touched, p.foreseen = false, b.stream, true
 		}
 		if got := need & b.ahead; got != 0 {
-			p.touched = b.stream
+			p.touched, p.foreseen = b.stream, true
 			b.ahead &^= got
 			n := bits.OnesCount16(got)
 			s.ahead -= int64(n)
@@ -130,7 +131,7 @@ func (p *plan) pin() {
 			v.ahead.unread.Add(-int64(n))
 			v.ahead.record.add(n, 0)
 			if got&b.pending != 0 {
-				p.stalled = b.stream
+				p.stalls = true
 			}
 		}
 		if lack := need &^ b.valid; lack != 0 {
@@ -186,12 +187,9 @@ func (v *Volume) fill(ctx context.Context, p *plan) error {
 
 // observe tells the read-ahead about a read that was not served at once.
 func (v *Volume) observe(p *plan) {
-	switch st := p.touched; {
-	case p.stalled != nil:
-		v.ahead.touched(p.stalled, p.w.off, p.w.n, true)
-	case st != nil:
-		v.ahead.touched(st, p.w.off, p.w.n, false)
-	default:
+	if p.foreseen {
+		v.ahead.touched(p.touched, p.w.off, p.w.n, p.stalls)
+	} else {
 		v.ahead.missed(p.w.off, p.w.n)
 	}
 }

@@ -2,6 +2,8 @@
 
 package cache
 
+import "time"
+
 // Stats counts since New, except gauges.
 type Stats struct {
 	Hits, Misses, Evictions                          uint64 // blocks of 64 KiB that were asked for, or went
@@ -43,4 +45,32 @@ func (v *Volume) Stats() Stats {
 		s.mu.Unlock()
 	}
 	return st
+}
+
+// StreamStats is a stream as read-ahead sees it now.
+type StreamStats struct {
+	Kind          string // forward, backward, strided
+	Position      int64  // where its next read is expected
+	Window        int64  // bytes to be read ahead
+	ReadSize      int64  // bytes of a read
+	Stride        int64  // of a strided one, in bytes
+	Reads, Stalls uint64 // that read-ahead was told of; those that waited
+	Idle          time.Duration
+}
+
+var directions = [...]string{forward: "forward", backward: "backward", strided: "strided"}
+
+// Streams are the streams that are read ahead, in no order.
+func (v *Volume) Streams() []StreamStats {
+	r := &v.ahead
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	out := make([]StreamStats, 0, len(r.det.streams))
+	for _, st := range r.det.streams {
+		out = append(out, StreamStats{
+			Kind: directions[st.dir], Position: st.pos, Window: st.window, ReadSize: st.size, Stride: st.step,
+			Reads: st.reads, Stalls: st.stalls, Idle: time.Since(st.used),
+		})
+	}
+	return out
 }

@@ -38,6 +38,8 @@ type Options struct {
 	// Readahead bounds read-ahead; the zero value of Options means off, so
 	// callers say ReadaheadAuto. SizeNone means off whatever it says.
 	Readahead Readahead
+	// Budget is shared with other Volumes; nil: Size alone bounds.
+	Budget *Budget
 	// Dir is a directory on a local disk for the second tier, empty for none. It
 	// keeps what was fetched of volumes whose ranges never change (those with a
 	// Geometry.Layout) across restarts, within DiskSize bytes for all of Dir; 0
@@ -80,6 +82,8 @@ type Volume struct {
 	size    atomic.Int64 // of the volume in bytes
 	target  atomic.Int64 // pages that may stay when nobody uses them
 	growing sync.Mutex   // held while a piece is made
+	budget  *Budget
+	pledged int64 // taken from budget; growing's
 
 	wipes    atomic.Uint64 // beginnings and ends of Zero and Discard
 	wiping   atomic.Int64  // of them under way
@@ -124,7 +128,11 @@ func New(src volume.Source, opts Options) (*Volume, error) {
 	geo := src.Geometry()
 	v.export = geo.Export
 	v.size.Store(geo.Size)
+	if v.budget, v.pledged = opts.Budget, MinBudget; !v.budget.take(v.pledged) {
+		return nil, fmt.Errorf("the cache budget of %d bytes is used up; give it %d for each volume", opts.Budget.total, MinBudget)
+	}
 	if err := v.openKeeper(geo, opts); err != nil {
+		v.budget.give(v.pledged)
 		return nil, err
 	}
 	v.gate.init(0)
@@ -161,8 +169,20 @@ func pieceFor(size int64) int64 {
 
 // setSize makes size bytes the memory of frames.
 func (v *Volume) setSize(size int64) {
+	v.growing.Lock()
+	defer v.growing.Unlock()
 	v.target.Store(size / pageSize)
-	v.gate.raise(max(size, workingSize) / blockSize)
+	v.setLimit()
+}
+
+// setLimit lets in as many blocks as there can be frames for: those of the size,
+// or of what the budget has granted so far. v.growing is held.
+func (v *Volume) setLimit() {
+	limit := max(v.target.Load()*pageSize, workingSize)
+	if v.budget != nil {
+		limit = min(limit, v.pledged)
+	}
+	v.gate.raise(limit / blockSize)
 }
 
 // grow adds a piece of memory if the size allows one more; it reports whether
@@ -174,9 +194,16 @@ func (v *Volume) grow() bool {
 	if v.pool.mapped() > before {
 		return true // somebody else was faster
 	}
-	if before >= v.gate.limit.Load()*blockSize {
+	if before >= max(v.target.Load()*pageSize, workingSize) {
 		return false
 	}
+	if need := before + v.pool.pieceSize - v.pledged; need > 0 {
+		if !v.budget.take(need) {
+			return false
+		}
+		v.pledged += need
+	}
+	defer v.setLimit()
 	if err := v.pool.grow(); err != nil {
 		v.log.Warn("the cache gets no more memory", "size", before, "wanted", v.pool.pieceSize, "err", err)
 		return false
@@ -250,6 +277,7 @@ func (v *Volume) Close() error {
 		if v.tier != nil {
 			v.tier.closeFiles()
 		}
+		v.budget.give(v.pledged)
 	})
 	return v.err
 }
