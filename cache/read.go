@@ -387,13 +387,11 @@ func (v *Volume) submit(flights []*flight) {
 func (f *flight) complete(op *volume.Op) {
 	v := f.v
 	v.inFlight.Add(-1)
-	if v.tier != nil && op.Err == nil {
-		for _, g := range f.segs {
-			v.keeper.keep(g.b.num)
-		}
-	}
 	for _, g := range f.segs {
 		v.decide(g, op.Err, f.lease != nil)
+		if v.tier != nil && op.Err == nil {
+			v.keeper.keep(g.b.num) // now that its pages are valid
+		}
 	}
 	for _, g := range f.segs {
 		v.unpin(g.b)
