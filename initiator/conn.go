@@ -56,9 +56,15 @@ type conn struct {
 // message is an encoded request and who wants its answer.
 type message struct {
 	seq    uint64
+	typ    wire.Type
 	answer func(wire.Header, []byte) // nil: an answer itself, which needs no credit
 	encode func([]byte) []byte
 }
+
+// urgent requests give something back or keep the connection alive. The last
+// credit is theirs, so that others which wait for the target cannot keep them
+// from being sent.
+func (m *message) urgent() bool { return m.typ == wire.TypeKeepalive || m.typ == wire.TypeUnmap }
 
 // Work request ids: the top bits say what completed.
 const (
@@ -248,7 +254,7 @@ func (c *conn) ask(t wire.Type, encode func([]byte, wire.Header) []byte, answer 
 // numbered is a numbered request.
 func (c *conn) numbered(t wire.Type, flags uint16, encode func([]byte, wire.Header) []byte, answer func(wire.Header, []byte)) message {
 	seq := c.e.v.seq.Add(1)
-	return message{seq, answer, func(b []byte) []byte { return encode(b, wire.Header{Type: t, Seq: seq, Flags: flags}) }}
+	return message{seq, t, answer, func(b []byte) []byte { return encode(b, wire.Header{Type: t, Seq: seq, Flags: flags}) }}
 }
 
 func (c *conn) enqueue(m message) {
@@ -264,31 +270,55 @@ func (c *conn) enqueue(m message) {
 	}
 }
 
-// pushMessages posts messages as far as credits and slots go. Caller holds mu.
+// pushMessages posts messages as far as credits and slots go: answers first,
+// which never wait for a credit, nor behind requests that do. Caller holds mu.
 func (c *conn) pushMessages() error {
-	for len(c.outbox) > 0 && len(c.sendFree) > 0 {
-		m := c.outbox[0]
+	for len(c.sendFree) > 0 {
+		i := c.nextMessage()
+		if i < 0 {
+			return nil
+		}
+		m := c.outbox[i]
+		c.outbox = slices.Delete(c.outbox, i, i+1)
 		if m.answer != nil {
-			if c.credits == 0 {
-				return nil
-			}
 			c.credits--
 			c.asked[m.seq] = m.answer
 		}
-		c.outbox = c.outbox[1:]
-		i := c.sendFree[len(c.sendFree)-1]
-		c.sendFree = c.sendFree[:len(c.sendFree)-1]
-		b := m.encode(c.bytes(c.recvs + i)[:0])
-		seg := rdma.Seg(c.mr, uint64((c.recvs+i)*c.e.limits.MaxMessage), uint32(len(b)))
-		n, err := c.rc.Post([]rdma.WorkRequest{{ID: idSend | uint64(i), Op: rdma.OpSend, Flags: rdma.WRSignaled | rdma.WRSolicited, Local: []rdma.Segment{seg}}})
-		if err == nil && n == 0 {
-			err = errors.New("send queue is full")
-		}
-		if err != nil {
+		if err := c.sendMessage(m); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+// nextMessage is the index in outbox of what may be sent now, -1 for nothing.
+// Caller holds mu.
+func (c *conn) nextMessage() int {
+	best, rank := -1, 0
+	for i := range c.outbox {
+		m := &c.outbox[i]
+		switch {
+		case m.answer == nil:
+			return i
+		case m.urgent() && c.credits > 0 && rank < 2:
+			best, rank = i, 2
+		case c.credits > 1 && rank < 1:
+			best, rank = i, 1
+		}
+	}
+	return best
+}
+
+func (c *conn) sendMessage(m message) error {
+	i := c.sendFree[len(c.sendFree)-1]
+	c.sendFree = c.sendFree[:len(c.sendFree)-1]
+	b := m.encode(c.bytes(c.recvs + i)[:0])
+	seg := rdma.Seg(c.mr, uint64((c.recvs+i)*c.e.limits.MaxMessage), uint32(len(b)))
+	n, err := c.rc.Post([]rdma.WorkRequest{{ID: idSend | uint64(i), Op: rdma.OpSend, Flags: rdma.WRSignaled | rdma.WRSolicited, Local: []rdma.Segment{seg}}})
+	if err == nil && n == 0 {
+		err = errors.New("send queue is full")
+	}
+	return err
 }
 
 // leading takes completions until stop tells true, ctx ends or the connection
@@ -375,9 +405,6 @@ func (c *conn) broken(wc *rdma.Completion) {
 // received takes a message in and posts its slot again.
 func (c *conn) received(slot, n int) error {
 	h, body, err := wire.ParseHeader(c.bytes(slot)[:n])
-	if err != nil {
-		fmt.Printf("BAD slot %d n %d: %x confirm %x always %v\n", slot, n, c.bytes(slot)[:n], c.mem[len(c.mem)-64:], c.always)
-	}
 	if err == nil {
 		err = c.message(h, body)
 	}
@@ -513,7 +540,7 @@ func (p *pulse) beat() {
 		return
 	}
 	c.mu.Lock()
-	waiting := len(c.outbox) > 0
+	waiting := slices.ContainsFunc(c.outbox, func(m message) bool { return m.typ == wire.TypeKeepalive })
 	c.mu.Unlock()
 	if !waiting {
 		c.ask(wire.TypeKeepalive, wire.AppendEmpty, func(wire.Header, []byte) {})

@@ -199,6 +199,9 @@ func (v *Volume) adopt(ctx context.Context, reply *wire.SessionReply, addr strin
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	old := v.geometry
+	if old.Layout != "" && old.Layout == g.Layout && old.Generation > g.Generation {
+		g.Generation, g.Size = old.Generation, old.Size // an event has overtaken the answer
+	}
 	v.session, v.number, v.secret, v.geometry = reply.Session, reply.Epoch, reply.Secret, g
 	if old.Export != "" {
 		v.announce(old, g)
@@ -253,9 +256,25 @@ func (v *Volume) Transport() string {
 	return e.conns[0].rc.Info().Device.Info().Transport
 }
 
-// Manifest fetches the newest manifest of a dataset.
+// Manifest fetches the newest manifest of a dataset. It is always of the
+// session's layout; a newer generation than the session has heard of is taken
+// up.
 func (v *Volume) Manifest(ctx context.Context) (*dataset.Manifest, error) {
-	return v.control.Manifest(ctx, v.src.Export, "")
+	m, err := v.control.Manifest(ctx, v.src.Export, "")
+	if err != nil {
+		return nil, err
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	old := v.geometry
+	if m.Layout() != old.Layout {
+		return nil, fmt.Errorf("%w: the manifest is of another layout than the session", volume.ErrInstanceChanged)
+	}
+	if m.Generation() > old.Generation {
+		v.geometry.Generation, v.geometry.Size = m.Generation(), max(old.Size, m.VolumeSize())
+		v.announce(old, v.geometry)
+	}
+	return m, nil
 }
 
 // maxTransfer lets one operation keep several work requests in flight.

@@ -47,7 +47,8 @@ bin/rblkd version
 bin/rmount version
 
 say "Serve $dir and $size of memory on loopback"
-bin/rblkd serve --listen 127.0.0.1:0 --data-listen 127.0.0.1:0 \
+# In a session of its own: Ctrl-C is for this script, which ends it last.
+setsid bin/rblkd serve --listen 127.0.0.1:0 --data-listen 127.0.0.1:0 \
   --state-dir "$tmp/state" --memory-dir "$shm" --memory "scratch=$size" --dataset "corpus=$dir" \
   >"$tmp/ready" 2>"$tmp/rblkd.log" &
 target=$!

@@ -179,13 +179,9 @@ func (s *session) lost(c *sconn) {
 		delete(s.conns, c.index)
 	}
 	s.seen = time.Now()
-	// A connection that comes up after this has nothing to do with these.
-	var reachable map[uint64]*grant
-	if len(s.conns) == 0 {
-		reachable, s.grants = s.grants, map[uint64]*grant{}
-	}
+	unreachable := s.unreachableLocked()
 	s.mu.Unlock()
-	for _, g := range reachable {
+	for _, g := range unreachable {
 		g.end()
 	}
 }

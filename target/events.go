@@ -78,6 +78,18 @@ func (h *hub) close() {
 	}
 }
 
+// writePresent tells a new listener how its export is now: what happened before
+// it listened is no event to it any more.
+func (s *Server) writePresent(export string, write func(string, ...any) bool) bool {
+	e := s.export(export)
+	if e == nil {
+		return true
+	}
+	i := e.info()
+	data, err := json.Marshal(wire.Event{Export: export, Info: &i})
+	return err == nil && write("event: %s\ndata: %s\n\n", wire.EventResize, data)
+}
+
 // events streams server-sent events (HTML living standard, section 9.2).
 func (s *Server) events(w http.ResponseWriter, r *http.Request) error {
 	ch, ok := s.hub.subscribe(r.URL.Query().Get("export"))
@@ -95,7 +107,7 @@ func (s *Server) events(w http.ResponseWriter, r *http.Request) error {
 		_, err := fmt.Fprintf(w, format, args...)
 		return err == nil && rc.Flush() == nil
 	}
-	if !write(": rblk\n\n") {
+	if !write(": rblk\n\n") || !s.writePresent(r.URL.Query().Get("export"), write) {
 		return nil
 	}
 	for {

@@ -66,6 +66,16 @@ func newExport(name string, c content, st *stateDir, grace time.Duration, log *s
 	return e
 }
 
+// arm begins the time of grace anew: it is for the holder's return to a target
+// that serves.
+func (e *export) arm(grace time.Duration) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.left != nil {
+		e.grace = time.Now().Add(grace)
+	}
+}
+
 // info describes the export as of now.
 func (e *export) info() wire.ExportInfo {
 	i := wire.ExportInfo{Name: e.name}

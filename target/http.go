@@ -67,6 +67,11 @@ func (s *Server) authenticated(h handler) http.HandlerFunc {
 			return
 		}
 		defer s.serving.RUnlock()
+		if r.Header.Get("Origin") != "" {
+			// A page in somebody's browser on this host is no administrator.
+			s.answerError(w, r, fail(wire.CodeUnauthorized, "requests of web pages are refused"))
+			return
+		}
 		r.Body = http.MaxBytesReader(w, r.Body, wire.MaxJSON+1)
 		if _, _, err := s.security.principal(r); err != nil {
 			s.answerError(w, r, err)

@@ -485,6 +485,9 @@ func (s *Server) Serve(ctx context.Context) error {
 	for _, d := range s.data {
 		acceptors.Go(func() { s.acceptAll(d.l) })
 	}
+	for _, e := range s.list() {
+		e.arm(s.opts.GraceTime)
+	}
 	s.tasks.Go(s.watch)
 	var err error
 	select {
@@ -649,11 +652,11 @@ func (s *Server) acceptOne(req rdma.ConnRequest) {
 	}
 	sum := sha256.Sum256(c.Token[:])
 	for _, x := range s.sessionList() {
-		epoch := x.admit(sum, int(c.Connection))
+		epoch, ctx := x.admit(sum, int(c.Connection))
 		if epoch == 0 {
 			continue
 		}
-		ctx, cancel := context.WithTimeout(s.ctx, s.opts.TokenTime)
+		ctx, cancel := context.WithTimeout(ctx, s.opts.TokenTime)
 		defer cancel()
 		err := x.accept(ctx, req, int(c.Connection), epoch)
 		x.arrived(int(c.Connection), epoch)

@@ -259,26 +259,47 @@ func (s *session) silent() bool {
 
 // admit takes a token for a connection and reserves its place in the epoch that
 // it returns; 0: no.
-func (s *session) admit(sum [32]byte, conn int) (epoch uint64) {
+func (s *session) admit(sum [32]byte, conn int) (epoch uint64, ctx context.Context) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	t, ok := s.tokens[sum]
 	if !ok || t.conn != conn || time.Now().After(t.expires) || !s.open || s.conns[conn] != nil || s.coming[conn] {
-		return 0
+		return 0, nil
 	}
 	delete(s.tokens, sum)
 	s.coming[conn] = true
 	s.used, s.lastUsed = true, s.epoch
-	return s.epoch
+	// From here on there may be a queue pair: the epoch does not end before it
+	// is known to be destroyed.
+	s.work.Add(1)
+	return s.epoch, s.ctx
 }
 
 // arrived ends what admit began, whatever came of it.
 func (s *session) arrived(conn int, epoch uint64) {
 	s.mu.Lock()
-	defer s.mu.Unlock()
+	var unreachable map[uint64]*grant
 	if s.epoch == epoch {
 		delete(s.coming, conn)
+		unreachable = s.unreachableLocked()
 	}
+	work := s.work
+	s.mu.Unlock()
+	for _, g := range unreachable {
+		g.end()
+	}
+	work.Done()
+}
+
+// unreachableLocked takes the grants when no queue pair is there, or coming,
+// that could reach their frames. Caller holds mu.
+func (s *session) unreachableLocked() map[uint64]*grant {
+	if len(s.conns) > 0 || len(s.coming) > 0 {
+		return nil
+	}
+	gs := s.grants
+	s.grants = map[uint64]*grant{}
+	return gs
 }
 
 // deviceLocked is a device's index in the session, -1 beyond the limit. Caller
@@ -363,7 +384,7 @@ func (s *session) hold(st *stager, e *extent, id *uint64) wire.Status {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if !s.open {
-		return wire.StatusFenced
+		return wire.StatusAgain // who is fenced learns it from the control plane
 	}
 	if len(s.grants) >= s.srv.limits.MaxGrants {
 		return wire.StatusQuota

@@ -61,7 +61,7 @@ const (
 //
 //	0  u16 magic 0x6b72   2 u8 version   3 u8 type   4 u32 length, header and all
 //	8  u64 seq: of the request, session-wide per direction, from 1; an answer repeats it
-//	16 u64 acked: the sender has the answers to all its requests up to here
+//	16 u64 acked: reserved, 0
 //	24 u16 status (answers)   26 u16 flags   28 u32 reserved, 0
 type Header struct {
 	Type   Type
