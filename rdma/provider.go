@@ -90,8 +90,7 @@ type GID struct {
 type Capability uint32
 
 const (
-	// CapImmediate: WRITE and SEND may carry 32 bits of immediate data.
-	// Software iWARP lacks it; nothing in rblk's protocol needs it.
+	// CapImmediate: OpWriteImm works. Software iWARP lacks it; nothing in rblk's protocol needs it.
 	CapImmediate Capability = 1 << iota
 
 	// CapRelaxedOrdering: AccessRelaxedOrdering has an effect.

@@ -40,8 +40,8 @@ const (
 	WRSignaled WRFlags = 1 << iota
 	// WRFence: start only when all READs posted before have completed.
 	WRFence
-	// WRInline: the bytes are copied at Post and the buffer is free at once;
-	// they need no region. At most ConnInfo.Inline bytes. SEND and WRITE only.
+	// WRInline: the bytes are copied at Post and the buffer is free at once. At
+	// most ConnInfo.Inline bytes. SEND and WRITE only.
 	WRInline
 	// WRSolicited: the peer's completion channel should wake for this SEND.
 	WRSolicited

@@ -7,7 +7,7 @@ n=0
 while IFS=: read -r file func; do
   dir=./$(dirname "$file")
   echo "== $dir $func"
-  go test -run '^$' -fuzz "^$func\$" -fuzztime "$time" "$dir"
+  go test -run '^$' -fuzz "^$func\$" -fuzztime "$time" -fuzzminimizetime 10x "$dir"
   n=$((n + 1))
 done < <(git grep -E '^func Fuzz[A-Za-z0-9_]+\(' -- '*_test.go' | sed -E 's/^([^:]+):func (Fuzz[A-Za-z0-9_]+)\(.*/\1:\2/')
 [ "$n" -gt 0 ] || { echo "fuzz: no target found" >&2; exit 1; }

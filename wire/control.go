@@ -34,7 +34,11 @@ type SessionRequest struct {
 	Transports  []string `json:"transports,omitempty"` // provider names the initiator has; empty: any
 	Features    []string `json:"features,omitempty"`   // unknown ones are refused
 	Client      Client   `json:"client"`
-	Reopen      *Reopen  `json:"reopen,omitempty"`
+	// Nonce is 32 hex digits that the initiator makes up for each new session,
+	// and repeats when it has not seen the answer: the target then replaces
+	// the session that nobody has connected to.
+	Nonce  string  `json:"nonce,omitempty"`
+	Reopen *Reopen `json:"reopen,omitempty"`
 }
 
 // Client names the initiator to the people who run the target.
@@ -43,6 +47,9 @@ type Client struct {
 	Program string `json:"program"`
 	PID     int    `json:"pid"`
 	Version string `json:"version"`
+	// Process names the process so that another one of its machine can tell
+	// whether it is alive: BOOT:PIDNS:PID:START. Empty: nothing can be told.
+	Process string `json:"process,omitempty"`
 }
 
 // Reopen identifies the session that is re-opened. The secret proves it.
@@ -149,6 +156,8 @@ type TokensReply struct {
 type Error struct {
 	Code    string `json:"code"`
 	Message string `json:"message"` // one line, names the mend
+	// Writer is who holds the claim, with CodeBusy.
+	Writer *Writer `json:"writer,omitempty"`
 }
 
 func (e *Error) Error() string { return e.Message }

@@ -2,6 +2,8 @@
 
 package wire
 
+import "fmt"
+
 // Type is a binary message's kind.
 type Type uint8
 
@@ -27,6 +29,23 @@ const (
 	TypeRevoked Type = 34
 )
 
+var typeNames = map[Type]string{
+	TypeMap: "MAP", TypeUnmap: "UNMAP", TypeCommit: "COMMIT", TypeFlush: "FLUSH", TypeDiscard: "DISCARD", TypeZero: "ZERO",
+	TypeKeepalive: "KEEPALIVE", TypeDrop: "DROP", TypeRevoke: "REVOKE", TypeMapped: "MAPPED", TypeDone: "DONE", TypeRevoked: "REVOKED",
+}
+
+// String is the name that docs/protocol.md uses.
+func (t Type) String() string {
+	if s, ok := typeNames[t]; ok {
+		return s
+	}
+	return fmt.Sprintf("message type %d", uint8(t))
+}
+
+func (t Type) known() bool { return t >= TypeMap && t <= TypeDrop || t == TypeRevoke || t.answer() }
+
+func (t Type) answer() bool { return t >= TypeMapped && t <= TypeRevoked }
+
 // Limits of messages. A message that breaks one is malformed and ends its
 // connection.
 const (
@@ -42,7 +61,7 @@ const (
 //
 //	0  u16 magic 0x6b72   2 u8 version   3 u8 type   4 u32 length, header and all
 //	8  u64 seq: of the request, session-wide per direction, from 1; an answer repeats it
-//	16 u64 acked: the sender has the answers to all its requests up to here
+//	16 u64 acked: reserved, 0
 //	24 u16 status (answers)   26 u16 flags   28 u32 reserved, 0
 type Header struct {
 	Type   Type
@@ -137,6 +156,19 @@ const (
 	StatusNotGranted  Status = 12
 	StatusDraining    Status = 13
 )
+
+var statusNames = [...]string{
+	"ok", "protocol error", "range outside the volume", "read-only", "changed since the scan", "input/output error", "no space left",
+	"unsupported", "fenced", "instance changed", "too many grants", "no frame free", "not granted", "draining",
+}
+
+// String says what s means, in lower case, for logs and errors.
+func (s Status) String() string {
+	if int(s) < len(statusNames) {
+		return statusNames[s]
+	}
+	return fmt.Sprintf("status %d", uint16(s))
+}
 
 // Connect is the private data of a data connection's request (40 bytes):
 //

@@ -125,7 +125,12 @@ func TestRootMount(t *testing.T) {
 	if len(entries) != 2 || entries[0].Name() != "odd" || entries[1].Name() != "scratch" {
 		t.Fatalf("entries %v, want odd and scratch", entries)
 	}
-	sameTree(t, src, filepath.Join(dir, "odd"))
+	a, b := snapshot(t, src), snapshot(t, filepath.Join(dir, "odd"))
+	// Of its directories the mount of all exports knows just the names, until
+	// something in them is used.
+	delete(a, ".")
+	delete(b, ".")
+	sameNodes(t, a, b)
 	want := noise(1, 8<<20)
 	vol := filepath.Join(dir, "scratch", "scratch")
 	f, err := os.OpenFile(vol, os.O_RDWR, 0)

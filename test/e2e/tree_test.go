@@ -124,7 +124,11 @@ func xattrs(path string) (map[string]string, error) {
 
 func sameTree(t testing.TB, want, got string) {
 	t.Helper()
-	a, b := snapshot(t, want), snapshot(t, got)
+	sameNodes(t, snapshot(t, want), snapshot(t, got))
+}
+
+func sameNodes(t testing.TB, a, b map[string]node) {
+	t.Helper()
 	if diff := cmp.Diff(a, b); diff != "" {
 		t.Errorf("tree differs from its source (-source +mount):\n%.4000s", diff)
 	}
