@@ -17,7 +17,6 @@ const (
 	errnoOK       errno = 0
 	errnoPerm     errno = 1
 	errnoIO       errno = 5
-	errnoNoMem    errno = 12
 	errnoInval    errno = 22
 	errnoNoSpace  errno = 28
 	errnoOverflow errno = 75

@@ -8,11 +8,10 @@
 //
 // # One request
 //
-// A connection has one reader at a time. A request that the cache can answer
-// is answered by the reader itself. One that has to wait passes the right to
-// read on to another goroutine first, and is then carried to its end, the reply
-// included, by the goroutine that read it. So no request changes goroutines,
-// and no request waits for another.
+// A connection has one reader at a time. It reads a request with its payload,
+// passes the right to read on to another goroutine, and then carries the request
+// to its end, the reply included. So no request changes goroutines, and no
+// request waits for another.
 //
 // A read's reply leaves as one writev of header and cached frames, and only
 // once all its data is there. A write's payload is read from the socket into

@@ -179,10 +179,6 @@ func (s *Server) serveAndLog(ctx context.Context, conn net.Conn) {
 	}
 }
 
-func newHandshake(s *Server, conn net.Conn) *handshake {
-	return &handshake{srv: s, conn: conn, r: bufio.NewReaderSize(conn, readBuffer)}
-}
-
 // ServeConn serves one client from handshake to end and closes conn. The error
 // is nil after a proper disconnect.
 func (s *Server) ServeConn(ctx context.Context, conn net.Conn) error {
@@ -196,7 +192,7 @@ func (s *Server) ServeConn(ctx context.Context, conn net.Conn) error {
 	if ctx.Err() != nil {
 		return ctx.Err()
 	}
-	h := newHandshake(s, conn)
+	h := &handshake{srv: s, conn: conn, r: bufio.NewReaderSize(conn, readBuffer)}
 	exp, err := h.negotiate(ctx)
 	if errors.Is(err, errAbort) {
 		return nil

@@ -85,9 +85,6 @@ func (t *transmission) work() {
 				t.end(err)
 				return
 			}
-			if t.quick(&q) {
-				continue
-			}
 			job, err := t.take(&q)
 			if err != nil {
 				t.end(err)
@@ -187,22 +184,6 @@ func (t *transmission) read() (request, error) {
 	}
 	q.refuse = q.check(t.vol.Geometry(), t.flags, t.extended, t.allocation)
 	return q, nil
-}
-
-// quick answers what needs no waiting, on the leader: a read that the cache
-// holds.
-func (t *transmission) quick(q *request) bool {
-	if q.cmd != cmdRead || q.refuse != errnoOK || q.payload(t.extended) != 0 || !t.srv.bytes.TryAcquire(int64(q.length)) {
-		return false
-	}
-	defer t.srv.bytes.Release(int64(q.length))
-	view, ok := t.vol.TryRead(int64(q.offset), int(q.length))
-	if !ok {
-		return false
-	}
-	defer view.Release()
-	t.replyRead(q, view)
-	return true
 }
 
 // take receives a request's payload and returns what is left to do. An error

@@ -70,7 +70,7 @@ func newRoot() *cobra.Command {
 	root.CompletionOptions.HiddenDefaultCmd = true
 	for _, c := range []*cobra.Command{
 		newLsCommand(), newStatCommand(), newGetCommand(), newPutCommand(), newBenchCommand(),
-		newUmountCommand(), newCheckCommand(), newVersionCommand(),
+		newUmountCommand(), newNBDCommand(), newCheckCommand(), newVersionCommand(),
 	} {
 		run := c.RunE
 		c.RunE = func(cmd *cobra.Command, args []string) error { return wrap(run(cmd, args)) }
