@@ -40,7 +40,8 @@ type memory struct {
 	cfg      MemoryConfig
 	file     *os.File
 	lock     *os.File
-	path     string
+	path     string // the bytes
+	beside   string // lock and instance file, without their endings
 	instance string
 
 	resizing sync.Mutex // one at a time
@@ -63,7 +64,8 @@ type piece struct {
 type instanceFile struct {
 	Instance string `json:"instance"`
 	Size     int64  `json:"size"`
-	Boot     string `json:"boot"` // a file that is on no tmpfs after all may come back torn from a reboot
+	Boot     string `json:"boot"`           // a file that is on no tmpfs after all may come back torn from a reboot
+	File     string `json:"file,omitempty"` // device and inode of the bytes: another file of that name is other content
 }
 
 // place is where the memory lies, and the size of its pages.
@@ -93,17 +95,24 @@ func openMemory(ctx context.Context, cfg MemoryConfig, defaultDir string) (_ *me
 	if cfg.Size <= 0 {
 		return nil, fmt.Errorf("memory export %s: size must be above 0, such as %s=1GiB", cfg.Name, cfg.Name)
 	}
-	m := &memory{cfg: cfg, size: roundTo(cfg.Size, page), path: filepath.Join(dir, cfg.Name+".mem")}
+	m := &memory{cfg: cfg, size: roundTo(cfg.Size, page), path: filepath.Join(dir, cfg.Name+".mem"), beside: filepath.Join(dir, cfg.Name)}
+	if cfg.HugePages > 0 {
+		// hugetlbfs has no write(2): what is not bytes lies on the tmpfs, which
+		// a reboot empties as well.
+		m.beside = filepath.Join(defaultDir, cfg.Name)
+	}
 	defer func() {
 		if err != nil {
 			m.close()
 			err = fmt.Errorf("memory export %s: %w", cfg.Name, err)
 		}
 	}()
-	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return nil, err
+	for _, d := range []string{dir, filepath.Dir(m.beside)} {
+		if err := os.MkdirAll(d, 0o700); err != nil {
+			return nil, err
+		}
 	}
-	if m.lock, err = lockFile(ctx, filepath.Join(dir, cfg.Name+".lock")); err != nil {
+	if m.lock, err = lockFile(ctx, m.beside+".lock"); err != nil {
 		return nil, err
 	}
 	if m.file, err = os.OpenFile(m.path, os.O_RDWR|os.O_CREATE, 0o600); err != nil {
@@ -115,7 +124,16 @@ func openMemory(ctx context.Context, cfg MemoryConfig, defaultDir string) (_ *me
 	return m, m.mapPiece(0, m.size)
 }
 
-func (m *memory) instancePath() string { return strings.TrimSuffix(m.path, ".mem") + ".json" }
+func (m *memory) instancePath() string { return m.beside + ".json" }
+
+// fileID names the file of the bytes.
+func (m *memory) fileID() (string, error) {
+	var st unix.Stat_t
+	if err := unix.Fstat(int(m.file.Fd()), &st); err != nil {
+		return "", err
+	}
+	return fmt.Sprintf("%d:%d", st.Dev, st.Ino), nil
+}
 
 // adopt takes existing memory over when its instance file vouches for it, else
 // makes new memory with a new instance.
@@ -124,10 +142,14 @@ func (m *memory) adopt() error {
 	if err != nil {
 		return err
 	}
+	id, err := m.fileID()
+	if err != nil {
+		return err
+	}
 	var in instanceFile
 	text, err := os.ReadFile(m.instancePath())
 	// A file that is longer was being grown: the rest was never promised.
-	if err == nil && json.Unmarshal(text, &in) == nil && in.Instance != "" && in.Size <= st.Size() && in.Boot == bootID() {
+	if err == nil && json.Unmarshal(text, &in) == nil && in.Instance != "" && in.Size <= st.Size() && in.Boot == bootID() && (in.File == "" || in.File == id) {
 		if in.Size != m.size {
 			return fmt.Errorf("it exists with %s in %s, not %s: keep that size, change it with `rblkd export resize`, or delete %s to start anew",
 				size.Format(in.Size), m.path, size.Format(m.size), m.instancePath())
@@ -146,14 +168,18 @@ func (m *memory) adopt() error {
 	if err := m.grow(m.size); err != nil {
 		return err
 	}
-	id := make([]byte, 16)
-	rand.Read(id)
-	m.instance = hex.EncodeToString(id)
+	b := make([]byte, 16)
+	rand.Read(b)
+	m.instance = hex.EncodeToString(b)
 	return m.writeInstance(m.size)
 }
 
 func (m *memory) writeInstance(size int64) error {
-	text, err := json.Marshal(instanceFile{m.instance, size, bootID()})
+	id, err := m.fileID()
+	if err != nil {
+		return err
+	}
+	text, err := json.Marshal(instanceFile{m.instance, size, bootID(), id})
 	if err != nil {
 		return err
 	}

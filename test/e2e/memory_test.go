@@ -8,11 +8,14 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
+
+	"rblk/internal/need"
 )
 
 // noise is n reproducible bytes.
@@ -213,5 +216,44 @@ func TestOneWriter(t *testing.T) {
 	}
 	if err == nil {
 		t.Error("the fenced writer could still write")
+	}
+}
+
+// TestHugePages: memory on hugetlbfs survives kill -9 as any other.
+func TestHugePages(t *testing.T) {
+	need.Root(t)
+	const knob = "/proc/sys/vm/nr_hugepages"
+	before, err := os.ReadFile(knob)
+	if err != nil {
+		need.Skip(t, "huge pages: "+err.Error())
+	}
+	have, err := strconv.Atoi(strings.TrimSpace(string(before)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(knob, []byte(strconv.Itoa(have+8)), 0); err != nil {
+		need.Skip(t, "huge pages: "+err.Error())
+	}
+	t.Cleanup(func() { os.WriteFile(knob, before, 0) })
+	if now, err := os.ReadFile(knob); err != nil || strings.TrimSpace(string(now)) != strconv.Itoa(have+8) {
+		need.Skip(t, "16 MiB of free memory in huge pages")
+	}
+	dir := t.TempDir()
+	if err := syscall.Mount("none", dir, "hugetlbfs", 0, "pagesize=2M"); err != nil {
+		need.Skip(t, "hugetlbfs: "+err.Error())
+	}
+	t.Cleanup(func() { syscall.Unmount(dir, syscall.MNT_DETACH) })
+	tg := serve(t, "--memory", "huge=16MiB,hugepages=2MiB")
+	in, out := filepath.Join(t.TempDir(), "in"), filepath.Join(t.TempDir(), "out")
+	want := noise(40, 16<<20)
+	if err := os.WriteFile(in, want, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	must(t, "rmount", "put", in, tg.uri("huge"))
+	tg.kill()
+	tg.start()
+	must(t, "rmount", "get", tg.uri("huge"), out)
+	if got, err := os.ReadFile(out); err != nil || !bytes.Equal(got, want) {
+		t.Errorf("after kill -9: %v, or other bytes", err)
 	}
 }
