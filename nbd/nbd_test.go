@@ -405,3 +405,32 @@ func FuzzMeta(f *testing.F) {
 		cutString(b)
 	})
 }
+
+// TestDiscBehindWork: DISC right behind other requests; they are answered, and
+// the connection ends, whoever of its workers sees the end first.
+func TestDiscBehindWork(t *testing.T) {
+	for range 100 {
+		c := dial(t, false, Options{})
+		c.start()
+		var b []byte
+		for i := range 4 {
+			b = be.AppendUint32(b, magicRequest)
+			b = be.AppendUint32(b, uint32(cmdRead))
+			b = be.AppendUint64(b, uint64(i))
+			b = be.AppendUint64(b, 0)
+			b = be.AppendUint32(b, 512)
+		}
+		b = be.AppendUint32(b, magicRequest)
+		b = be.AppendUint32(b, uint32(cmdDisc))
+		c.write(append(b, make([]byte, 20)...))
+		c.read(4 * (16 + 512))
+		select {
+		case err := <-c.done:
+			if err != nil {
+				t.Fatal(err)
+			}
+		case <-time.After(patience):
+			t.Fatal("the connection does not end")
+		}
+	}
+}

@@ -99,8 +99,8 @@ func (t *transmission) work() {
 // await waits for the right to lead; false ends the worker.
 func (t *transmission) await() bool {
 	select {
-	case <-t.lead:
-		return true
+	case _, ok := <-t.lead:
+		return ok // closed: the client has left
 	default:
 	}
 	t.mu.Lock()
