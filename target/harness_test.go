@@ -85,6 +85,12 @@ func start(t testing.TB, opts Options, add func(s *Server) error) *running {
 	if err != nil {
 		t.Fatal(err)
 	}
+	return startOver(t, p, opts, add)
+}
+
+// startOver is start over any provider.
+func startOver(t testing.TB, p rdma.Provider, opts Options, add func(s *Server) error) *running {
+	t.Helper()
 	opts.Providers = []DataListen{{p, "127.0.0.1:0"}}
 	s, err := New(within(t), opts)
 	if err != nil {

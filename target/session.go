@@ -218,18 +218,18 @@ func (s *session) endLocked(f fate) {
 	e := s.exp
 	e.mu.Lock()
 	delete(e.sessions, s.id)
-	held := e.writer == s
-	if held {
+	if e.writer == s {
 		e.writer = nil
-	}
-	if held && f == claimLeft {
-		rec := s.record()
-		e.left, e.grace = &rec, time.Now()
+		switch f {
+		case claimLeft:
+			rec := s.record()
+			e.left, e.grace = &rec, time.Now()
+		case claimDropped:
+			// Before the lock is given up: the next writer keeps its claim in the same place.
+			s.srv.state.dropClaim(e.name)
+		}
 	}
 	e.mu.Unlock()
-	if held && f == claimDropped {
-		s.srv.state.dropClaim(e.name)
-	}
 	s.log.Info("session ended")
 }
 
