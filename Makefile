@@ -20,7 +20,7 @@ build: ## build bin/rblkd and bin/rmount
 	$(GO) build $(GOFLAGS_) -ldflags '$(LDFLAGS)' -o bin/ ./cmd/rblkd ./cmd/rmount
 
 .PHONY: install
-install: build ## install the binaries (PREFIX=/usr/local) and the mount helper
+install: build ## install the binaries (PREFIX=/usr/local)
 	install -D -m 755 bin/rblkd  $(DESTDIR)$(or $(PREFIX),/usr/local)/bin/rblkd
 	install -D -m 755 bin/rmount $(DESTDIR)$(or $(PREFIX),/usr/local)/bin/rmount
 

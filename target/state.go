@@ -52,7 +52,7 @@ func lockFile(ctx context.Context, path string) (*os.File, error) {
 	if err != nil {
 		return nil, err
 	}
-	lockErr := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+	lockErr := flock(ctx, f)
 	// Whoever had the lock last has written its name by now.
 	text, _ := io.ReadAll(io.LimitReader(f, 100))
 	pid, start := parseOwner(string(text))
@@ -75,6 +75,25 @@ func lockFile(ctx context.Context, path string) (*os.File, error) {
 		return nil, err
 	}
 	return f, nil
+}
+
+// lockTime is how long a lock is tried for: a process that was killed may still
+// be going.
+const lockTime = 2 * time.Second
+
+// flock takes the exclusive lock of f.
+func flock(ctx context.Context, f *os.File) error {
+	for end := time.Now().Add(lockTime); ; {
+		err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+		if !errors.Is(err, unix.EWOULDBLOCK) || time.Now().After(end) {
+			return err
+		}
+		select {
+		case <-time.After(50 * time.Millisecond):
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
 }
 
 func parseOwner(text string) (pid int, start string) {

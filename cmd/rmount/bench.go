@@ -128,6 +128,10 @@ func (b *benchOptions) measure(ctx context.Context, v *initiator.Volume, bs int6
 	defer a.Close()
 	ctx, cancel := context.WithTimeout(ctx, b.time)
 	defer cancel()
+	// Workers touch no memory themselves, so that the volume may be closed under
+	// them.
+	late := time.AfterFunc(b.time+benchGrace, func() { v.Close() })
+	defer late.Stop()
 	workers := make([]worker, b.depth)
 	var wg sync.WaitGroup
 	start := time.Now()
@@ -136,8 +140,15 @@ func (b *benchOptions) measure(ctx context.Context, v *initiator.Volume, bs int6
 		wg.Go(func() { workers[i].run(ctx, v, b, mem, blocks, i) })
 	}
 	wg.Wait()
+	if !late.Stop() {
+		return nil, fmt.Errorf("the target went away: operations did not end within %v of the end", benchGrace)
+	}
 	return b.result(v, workers, time.Since(start), bs)
 }
+
+// benchGrace is how long operations may take to end once the time is over. A
+// target that has gone away would keep them for ever.
+const benchGrace = 10 * time.Second
 
 func (w *worker) run(ctx context.Context, v *initiator.Volume, b *benchOptions, mem []byte, blocks int64, index int) {
 	op := &volume.Op{Kind: volume.OpRead, Mem: mem, Done: func(*volume.Op) {}}

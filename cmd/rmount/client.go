@@ -11,6 +11,7 @@ import (
 	"log/slog"
 	"os"
 	"text/tabwriter"
+	"time"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/term"
@@ -42,6 +43,7 @@ type client struct {
 	vol       *initiator.Volume
 	providers []rdma.Provider
 	log       *slog.Logger
+	stop      func() bool // ends the watch over ctx
 }
 
 // quiet logs warnings to stderr.
@@ -66,10 +68,19 @@ func dial(ctx context.Context, src initiator.Source, access string) (*client, er
 		closeProviders(c.providers, c.log)
 		return nil, err
 	}
+	// Memory of operations under way is the network's until they end; with a
+	// target that is away that may be never. A signal does not wait for it.
+	c.stop = context.AfterFunc(ctx, func() {
+		time.AfterFunc(endTime, func() {
+			fmt.Fprintln(os.Stderr, "rmount: interrupted; the target does not answer")
+			os.Exit(exitFailed)
+		})
+	})
 	return c, nil
 }
 
 func (c *client) close() error {
+	c.stop()
 	err := c.vol.Close()
 	closeProviders(c.providers, c.log)
 	return err

@@ -94,6 +94,21 @@ func TestBench(t *testing.T) {
 	}
 }
 
+// TestBenchDeadTarget: a measurement whose target dies ends, and says why.
+func TestBenchDeadTarget(t *testing.T) {
+	tg := serve(t, "--memory", "scratch=8MiB")
+	killed := make(chan struct{})
+	go func() {
+		defer close(killed)
+		time.Sleep(500 * time.Millisecond) // in the middle of it
+		tg.cmd.Process.Kill()
+	}()
+	r := run(t, "rmount", "bench", tg.uri("scratch"), "--time", "2s")
+	<-killed
+	tg.wait()
+	oneLine(t, r, 1, "went away")
+}
+
 // TestStatDeadTarget: the status of a mount whose target is frozen comes at
 // once, since it asks the mount's own daemon only.
 func TestStatDeadTarget(t *testing.T) {

@@ -102,7 +102,7 @@ func TestTLS(t *testing.T) {
 	if _, err := os.ReadFile(filepath.Join(dir, "scratch")); err != nil {
 		t.Error(err)
 	}
-	oneLine(t, run(t, "rmount", "ls", both.uri(""), "-o", ca), 1, "certificate")
+	oneLine(t, run(t, "rmount", "ls", both.uri(""), "-o", ca), 1, "tls-cert")
 }
 
 // TestToken: without the bearer token nothing is answered but the health.
