@@ -173,15 +173,14 @@ func hint(scheme, addr string, err error) error {
 	if errors.As(err, &ue) {
 		err = ue.Err
 	}
-	const certificateRequired tls.AlertError = 116 // RFC 8446, section 6
-	var alert tls.AlertError
+	var op *net.OpError
 	switch {
 	case errors.Is(err, http.ErrSchemeMismatch):
 		return fmt.Errorf("target %s does not speak TLS: say insecure if plain HTTP is what you want: %w", addr, err)
 	case scheme == "http" && errors.Is(err, io.EOF):
 		return fmt.Errorf("target %s hung up: if it speaks TLS, give tls-ca: %w", addr, err)
-	case errors.As(err, &alert) && alert == certificateRequired:
-		return fmt.Errorf("target %s wants a client certificate: give tls-cert and tls-key: %w", addr, err)
+	case errors.As(err, &op) && op.Op == "remote error": // a TLS alert of the target
+		return fmt.Errorf("target %s refuses the TLS handshake: if it wants a client certificate, give tls-cert and tls-key: %w", addr, err)
 	}
 	return fmt.Errorf("target %s: %w", addr, err)
 }
