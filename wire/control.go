@@ -72,6 +72,9 @@ type SessionReply struct {
 	Features []string      `json:"features,omitempty"`
 	BootID   string        `json:"boot_id"` // of the target's host
 	Daemon   string        `json:"daemon"`  // identity of this run of rblkd
+	// Verifier is the export's as of this answer, 32 hex digits (see Done).
+	// Empty: the export has none.
+	Verifier string `json:"verifier,omitempty"`
 }
 
 // Token lets one data connection in, once, for TokenTTL.
@@ -120,6 +123,8 @@ type ExportInfo struct {
 	CanZero    bool   `json:"can_zero"`
 	// NeedsCommit: a WRITE counts only once a COMMIT behind it is answered.
 	NeedsCommit bool `json:"needs_commit"`
+	// WriteBack: a COMMIT is answered before the backing store has the bytes.
+	WriteBack bool `json:"write_back,omitempty"`
 	// Confirm says how a WRITE is confirmed when NeedsCommit is false:
 	// "completion", or "read" (a READ of a byte of the range behind it).
 	Confirm string  `json:"confirm,omitempty"`
