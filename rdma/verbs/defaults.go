@@ -11,7 +11,7 @@ import (
 
 const (
 	defaultAckTimeout = 268 * time.Millisecond
-	defaultRetryCount = 7
+	defaultRetryCount = 6
 	defaultSpin       = 20 * time.Microsecond
 )
 

@@ -43,7 +43,8 @@ type Options struct {
 	// manager's own 4 s would let a dead peer go unnoticed for half a minute.
 	AckTimeout time.Duration
 
-	// RetryCount is 1–7; default 7, the most that the packet format can say.
+	// RetryCount is 1–7; default 6. rxe (Linux 6.12) takes 7 for "for ever" and
+	// would never notice a dead peer.
 	RetryCount int
 
 	// Spin is how long Wait polls before it sleeps where ConnOptions.Spin is

@@ -7,14 +7,12 @@ package verbs
 import (
 	"context"
 	"errors"
-	"fmt"
 	"net"
 	"net/netip"
 	"os"
 	"os/exec"
 	"regexp"
 	"strings"
-	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -217,40 +215,48 @@ func TestVMDelayAndLoss(t *testing.T) {
 	p.reads(t, 100, 64<<10)
 }
 
-// TestVMLinkFlap: a link that is down for less than the retries is not noticed.
-func TestVMLinkFlap(t *testing.T) {
+// TestVMBlackout: a network that loses everything for less than the retries
+// last is not noticed.
+func TestVMBlackout(t *testing.T) {
 	p := wirePair(t)
 	defer p.close(t)
 	p.reads(t, 1, 4096)
-	sh(t, "ip link set va down")
+	sh(t, "tc qdisc add dev va root netem loss 100%")
 	done := make(chan error, 1)
 	go func() { done <- p.read(t, 4096) }()
-	restoreWire(t)
+	sh(t, "tc qdisc del dev va root")
 	if err := <-done; err != nil {
-		t.Fatalf("READ over a link that came back: %v", err)
+		t.Fatalf("READ over a network that came back: %v", err)
 	}
 	p.reads(t, 5, 64<<10)
 }
 
-// restoreWire brings va up again with what the kernel forgot of it.
-func restoreWire(t testing.TB) {
-	t.Helper()
-	sh(t, `ip link set va up
-ip route replace 10.9.0.2 dev va src 10.9.0.1 table 101
-ip neigh replace 10.9.0.2 lladdr $(cat /sys/class/net/vb/address) dev va nud permanent
-ip neigh replace 10.9.0.1 lladdr $(cat /sys/class/net/va/address) dev vb nud permanent`)
+// TestVMDark: a network that stays dark ends the connection, with the reason.
+func TestVMDark(t *testing.T) {
+	p := wirePair(t)
+	defer p.close(t)
+	p.reads(t, 1, 4096)
+	sh(t, "tc qdisc add dev va root netem loss 100%")
+	defer sh(t, "tc qdisc del dev va root")
+	if err := p.read(t, 4096); !errors.Is(err, rdma.StatusRetryExceeded.Err()) {
+		t.Fatalf("READ over a dark network: %v", err)
+	}
+	<-p.a.conn.Done()
+	if err := p.a.conn.Err(); !errors.Is(err, rdma.ErrBroken) || !errors.Is(err, rdma.StatusRetryExceeded.Err()) {
+		t.Fatalf("Err: %v", err)
+	}
 }
 
-// TestVMLinkDown: a link that stays down ends the connection with the reason.
+// TestVMLinkDown: a link that goes down ends the connection; rxe ends it at
+// once, for want of a route. The device is of no use afterwards (docs/rdma.md).
 func TestVMLinkDown(t *testing.T) {
 	p := wirePair(t)
 	defer p.close(t)
 	p.reads(t, 1, 4096)
 	sh(t, "ip link set va down")
-	defer restoreWire(t)
-	err := p.read(t, 4096)
-	if !errors.Is(err, rdma.StatusRetryExceeded.Err()) && !errors.Is(err, rdma.ErrBroken) {
-		t.Fatalf("READ over a dead link: %v", err)
+	defer sh(t, "ip link set va up")
+	if err := p.read(t, 4096); err == nil {
+		t.Fatal("READ over a link that is down succeeded")
 	}
 	<-p.a.conn.Done()
 	if err := p.a.conn.Err(); !errors.Is(err, rdma.ErrBroken) {
@@ -326,12 +332,11 @@ func TestVMMemlock(t *testing.T) {
 	}
 }
 
-// TestVMDeviceRemoved: the device is deleted under a connection: it ends on both
-// sides, closes cleanly, and a new device of the name is used. Run last.
+// TestVMDeviceRemoved: the device is deleted under a connection, which ends at
+// both sides and closes cleanly. Run last: rxe's deletion is complete only when
+// this process, whose librdmacm keeps the device open, has ended.
 func TestVMDeviceRemoved(t *testing.T) {
-	var events atomic.Int32
 	p := wirePair(t)
-	p.active.(*provider).opts.OnEvent = func(Event) { events.Add(1) }
 	p.reads(t, 3, 4096)
 	done := make(chan error, 1)
 	go func() {
@@ -342,34 +347,14 @@ func TestVMDeviceRemoved(t *testing.T) {
 			}
 		}
 	}()
-	deleted := make(chan error, 1)
-	go func() {
-		out, err := exec.Command("rdma", "link", "del", "rxea").CombinedOutput()
-		if err != nil {
-			err = fmt.Errorf("%w: %s", err, out)
-		}
-		deleted <- err
-	}()
+	check(t, exec.Command("rdma", "link", "del", "rxea").Start())
 	if err := <-done; err == nil {
 		t.Fatal("reads go on without the device")
 	}
 	<-p.a.conn.Done()
-	p.a.close(t)
-	check(t, <-deleted)
-	p.b.close(t)
-	devs, err := p.active.Devices()
-	check(t, err)
-	for _, d := range devs {
-		if d.Info().Name == "rxea" {
-			t.Error("the removed device is still listed")
-		}
+	if err := p.a.conn.Err(); !errors.Is(err, rdma.ErrBroken) {
+		t.Errorf("Err: %v", err)
 	}
-	if events.Load() == 0 {
-		t.Error("no event told of the removal")
-	}
-	sh(t, "rdma link add rxea type rxe netdev va")
-	p.a, p.b = p.connect(t)
-	p.reads(t, 3, 4096)
 	p.close(t)
 }
 

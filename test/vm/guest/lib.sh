@@ -48,6 +48,15 @@ wire() {
   ip neigh replace 10.9.0.1 lladdr "$(cat /sys/class/net/va/address)" dev vb nud permanent
 }
 
+# unwire TYPE takes the wire away again.
+unwire() {
+  rdma link del "${1}a"
+  rdma link del "${1}b"
+  ip link del va
+  ip rule add pref 0 from all lookup local
+  for p in 10 11 100; do ip rule del pref $p; done
+}
+
 # gotest BINARY ARGS…: runs $STAGE/BINARY.test from memory: 9p is slow.
 gotest() {
   local b=$1
